@@ -11,15 +11,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from leadership import Change, check
-from pool_writers import Writer, lost, more, observe, patch
 from support.coordinators import Replicas
 from support.etcd_server import EtcdServers
 from support.tiers import full
 from support.waiting import wait_until
 
+from chaos_tests.observation import Change, observe
+from chaos_tests.traffic.pool_changes import PoolClients, lost
+from chaos_tests.validate.leadership import check
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.keys import ClusterKeys, Keys
+from elastic_rl.etcd.keys import ROOT, ClusterKeys, Keys
 from elastic_rl.etcd.records import PoolSpec
 
 
@@ -42,43 +43,45 @@ def test_stale_leader_writes_are_refused_when_leaders_are_killed_and_frozen(
         etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, replicas: Replicas) -> None:
     since = etcd.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
     replicas.start("a", "b")
-    writer = Writer([replicas.job_url(name) for name in replicas.urls], seed=7)
+    clients = PoolClients([replicas.job_url(name) for name in replicas.urls], seed=7)
     try:
-        more(writer, 20)
+        clients.more(20)
 
         killed = replicas.leader()
         replicas.kill(killed)  # returns only when it has ended by SIGKILL
         second = replicas.leader(not_=killed)
-        more(writer, 20)
+        clients.more(20)
         url = replicas.urls[killed]
         replicas.running[killed] = replicas.spawn(killed, int(url.rpartition(":")[2]))
         wait_until(lambda: replicas.ready(killed), what="the killed replica's return")
-        more(writer, 10)
+        clients.more(10)
 
         # Stopped as the leader with writes in flight: it resumes as a stale leader and must not write.
         replicas.kill(second, signal.SIGSTOP)
         wait_until(lambda: frozen(replicas.running[second]), what="the freeze")
         with ThreadPoolExecutor(4) as late:
-            pending = [late.submit(patch, replicas.job_url(second), n, 20.0) for n in range(61, 65)]
+            pending = [late.submit(clients.patch, replicas.job_url(second), n, client=f"late {n}", timeout_s=20.0)
+                       for n in range(61, 65)]
             wait_until(lambda: etcd.get(ClusterKeys(keys.job).leader(second)) is None, what="its lease's end")
-            more(writer, 10)
+            clients.more(10)
             assert frozen(replicas.running[second])
             replicas.kill(second, signal.SIGCONT)
             late_writes = [p.result(timeout=25) for p in pending]
         wait_until(lambda: etcd.get(ClusterKeys(keys.job).leader(second)), what="its next candidacy")
-        more(writer, 10)
+        clients.more(10)
     finally:
-        writer.close()
+        clients.close()
     last = f"{keys.root}zz-end"
     etcd.put(last, b"end")
 
-    history = observe(etcd_servers, keys, since, last)
+    history = observe(etcd_servers.endpoints[0], f"{ROOT}/", since, last)
     verdict = check(history, keys)
     assert verdict.faults == []
     assert [name for _, name in verdict.terms] == verdict.announced and len(verdict.announced) == 3, verdict.terms
     assert verdict.announced[1] == second and verdict.announced[2] == killed
-    assert lost([*writer.done, *late_writes], verdict) == [], "writes that were acknowledged are not in the store"
-    refused = {w.status for w in (*writer.done, *late_writes)} - {200}
+    assert lost([*clients.done, *late_writes], verdict) == [], "writes that were acknowledged are not in the store"
+    assert clients.violations(verdict.desired) == [], "no order of reads and writes explains the answers"
+    refused = {w.status for w in (*clients.done, *late_writes)} - {200}
     assert refused <= {0, 503, 504}, refused
 
 

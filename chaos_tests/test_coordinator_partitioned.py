@@ -7,16 +7,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from leadership import Change, check
-from pool_writers import Writer, lost, more, observe, patch
 from support.coordinators import AUTH, Replicas
 from support.etcd_server import EtcdServers
 from support.hosts import TwoNetworks
 from support.waiting import wait_until
 
+from chaos_tests.observation import Change, observe
+from chaos_tests.traffic.pool_changes import PoolClients, lost
+from chaos_tests.validate.leadership import check
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.keys import ClusterKeys, Keys
+from elastic_rl.etcd.keys import ROOT, ClusterKeys, Keys
 from elastic_rl.etcd.records import PoolSpec
 from elastic_rl.net import http_client
 
@@ -67,18 +68,18 @@ def test_partitioned_leader_steps_down_and_its_late_writes_are_refused(
     with far_etcd.connect() as etcd:
         since = etcd.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
         replicas.start("a", "b")
-        writer = Writer([replicas.job_url(name) for name in replicas.urls], seed=11)
+        clients = PoolClients([replicas.job_url(name) for name in replicas.urls], seed=11)
         try:
-            more(writer, 20)
+            clients.more(20)
             stale = replicas.leader()
             assert believes_to_lead(replicas, stale) and replicas.hosts[stale].reaches(far_etcd.endpoints[0])
 
             networks.cut_from_etcd(stale)  # under writes: what it has sent stays in its sockets and arrives later
             assert not replicas.hosts[stale].reaches(far_etcd.endpoints[0])
             wait_until(lambda: etcd.get(ClusterKeys(keys.job).leader(stale)) is None, what="its lease's end")
-            more(writer, 20)  # the other one leads
+            clients.more(20)  # the other one leads
             assert not believes_to_lead(replicas, stale)
-            refused = patch(replicas.job_url(stale), 61, timeout_s=20.0)
+            refused = clients.patch(replicas.job_url(stale), 61, client="late", timeout_s=20.0)
             assert refused.status in (503, 504), refused  # in time, and typed
             assert http_client.request("GET", f"{replicas.urls[stale]}/readyz", timeout=20.0).status_code == 503
             wait_until(lambda: _open(etcd, keys, stale), what="the alert")
@@ -89,20 +90,21 @@ def test_partitioned_leader_steps_down_and_its_late_writes_are_refused(
             wait_until(lambda: replicas.ready(stale), what="its readiness")
             assert not believes_to_lead(replicas, stale)
             wait_until(lambda: not _open(etcd, keys, stale), what="the alert's end")
-            more(writer, 20)
+            clients.more(20)
         finally:
-            writer.close()
+            clients.close()
         last = f"{keys.root}zz-end"
         etcd.put(last, b"end")
 
-    history = observe(far_etcd, keys, since, last)
+    history = observe(far_etcd.endpoints[0], f"{ROOT}/", since, last)
     verdict = check(history, keys)
     assert verdict.faults == []
     assert verdict.announced == [n for _, n in verdict.terms] and verdict.announced[0] == stale
     assert len(verdict.announced) == 2, "a partition of one replica is one change of leaders"
-    assert lost(writer.done, verdict) == [], "writes that were acknowledged are not in the store"
-    assert {w.status for w in writer.done} - {200} <= {0, 503, 504}
-    assert any(w.url == replicas.job_url(stale) and w.status != 200 for w in writer.done), "no write met the partition"
+    assert lost(clients.done, verdict) == [], "writes that were acknowledged are not in the store"
+    assert clients.violations(verdict.desired) == [], "no order of reads and writes explains the answers"
+    assert {w.status for w in clients.done} - {200} <= {0, 503, 504}
+    assert any(w.url == replicas.job_url(stale) and w.status != 200 for w in clients.done), "no write met the partition"
     (fired, resolved) = alert_phases(history, keys, "coordinator.dead")
     assert (fired[1], fired[2]) == (stale, Phase.FIRING) and resolved == (fired[0], stale, Phase.RESOLVED)
 

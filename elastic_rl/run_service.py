@@ -119,9 +119,11 @@ class RunService:
             if again:
                 events.emit(etcd, Keys(self._cluster.cfg.job), event_kinds.RUN_RESTARTED, self._cluster.cfg.job,
                             "the process of the run ended and was started again", severity=Severity.WARNING)
-            if status.phase is not JobPhase.RUNNING:
-                self._run.save(etcd, running := job_run.now(status, JobPhase.RUNNING), self._generation)
-                status = running
+            running = status if status.phase is JobPhase.RUNNING else job_run.now(status, JobPhase.RUNNING)
+            running = running.replace(stop_s=config.parse(submission.settings).trainer.stop_timeout_s)
+            # Also where it was running: its status is then of this generation, and this host has a copy.
+            self._run.save(etcd, running, self._generation)
+            status = running
 
         try:
             code = self._train(submission, info, begun_at, begin,
@@ -190,7 +192,7 @@ class RunService:
         try:
             patiently(lambda: self._run.save(etcd, status, self._generation), pause=pause)
         except Stopped:
-            self._run.save_copy(status)
+            self._run.save_copy(status.replace(generation=self._generation))
 
     # -- whether it is to go on ----------------------------------------------------------------------------------------
     @property

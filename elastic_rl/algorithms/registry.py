@@ -137,6 +137,10 @@ def algorithm_of(cfg: Config, phase: str = "rl") -> AlgorithmSpec:
         if uses_values(spec) and cfg.mode == "rl" and not cfg.uses_critic:
             raise ConfigError(f"algorithm.name={cfg.algorithm.name!r} needs the values of a critic, and there is none",
                               hint="set critic.enabled=true")
+        if uses_values(spec) and cfg.makes_batches and not cfg.uses_trainer:
+            raise ConfigError(f"train.keep_steps with mode={cfg.mode} and algorithm.name={cfg.algorithm.name!r}, whose "
+                              "advantages need the values of a critic, which a trainer group has",
+                              hint="set an algorithm without a critic, such as grpo")
         if cfg.mode == "rl" and cfg.computes_parts and (not spec.per_group or spec.token_advantages is not None):
             raise ConfigError(f"train.prompts_per_part={cfg.train.prompts_per_part} with algorithm.name="
                               f"{cfg.algorithm.name!r}, whose advantages may depend on all groups of a step",

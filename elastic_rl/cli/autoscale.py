@@ -10,6 +10,7 @@ from elastic_rl.cli import completion, tables
 from elastic_rl.cli.common import Output, Target, api_command, out, say
 from elastic_rl.cli.tables import Format
 from elastic_rl.errors import ConfigError
+from elastic_rl.runtime.words import counted
 
 app = typer.Typer()
 
@@ -61,7 +62,7 @@ def autoscale(cluster: Target,
 
 
 def _changed(found: dict[str, Any], options: str) -> str:
-    pool, bounds = found["pool"], f"{found['min_engines']} to {found['max_engines']} engines"
+    pool, bounds = found["pool"], f"{found['min_engines']} to {counted(found['max_engines'], 'engine')}"
     match found["mode"]:
         case "disabled":
             return f"the number of engines of pool {pool} stays as it is"

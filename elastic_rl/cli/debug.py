@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,23 +38,32 @@ def step(ctx: typer.Context,
     paths = JobPaths.of(cfg)
     kept = step_file.read(paths.kept_steps, number, step_file.identity(cfg.job, paths.job_id))
     replay.require_replayable(cfg, kept.batch)
-    weights = model or (Path(cfg.model.path) if cfg.model.path else paths.model)
-    if not (weights / "config.json").exists():
-        raise ConfigError(f"there is no model in {weights}",
-                          hint="`elastic-rl versions export policy/N FOLDER` exports one; name it with --model=FOLDER")
+    weights = initial_weights(cfg, model, option="--model")
     with tempfile.TemporaryDirectory(prefix="erl-debug-") as folder:
-        found = replay.run(cfg, step_file.path_of(paths.kept_steps, number), number, weights.resolve(), Path(folder),
-                           timeout_s=timeout)
+        found = replay.run(cfg, {number: step_file.path_of(paths.kept_steps, number)}, weights, Path(folder),
+                           timeout_s=timeout)[0]
     recorded = _recorded(cfg, number)
     if output is Format.JSON:
         tables.write_json({"step": number, "samples": kept.batch.samples, "versions": kept.versions,
-                           "weights": str(weights), "metrics": found, "recorded": recorded})
+                           "weights": str(weights), "recorded": recorded,
+                           "metrics": {name: value if math.isfinite(value) else None for name, value in found.items()}})
         return
     rows = [{"metric": name, "now": f"{found[name]:.8g}", "run": _text(recorded.get(name))}
             for name in _SHOWN if name in found]
     tables.put(out, tables.facts({"step": number, "samples": kept.batch.samples, "weights": str(weights),
                                   "ranks": cfg.trainer.ranks}), output)
     tables.show(out, rows, ("metric", "now", "run"), output)
+
+
+def initial_weights(cfg: Config, given: Path | None, *, option: str) -> Path:
+    """The model folder that steps are made again from: a ``given`` one, else that with which the job began. ``option``:
+    the one that names it. Raises ConfigError where there is none."""
+    from elastic_rl.host import inherited_model
+    weights = given or inherited_model.began_with(cfg)
+    if not (weights / "config.json").exists():
+        raise ConfigError(f"there is no model in {weights}", hint=(
+            f"`elastic-rl versions export policy/N FOLDER` exports one; name it with {option}=FOLDER"))
+    return weights.resolve()
 
 
 def _recorded(cfg: Config, number: int) -> dict[str, Any]:

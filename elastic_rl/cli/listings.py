@@ -79,8 +79,9 @@ def _status(api: AdminClient, run: dict[str, Any], output: Format) -> Reading:
              tables.table(found["pools"], _POOL, output)]
     if found["operations"]:
         parts += ["", tables.table(operation_rows(found["operations"]), OPERATION, output, wide=OPERATION_WIDE)]
-    if found["alerts"]:
-        parts += ["", tables.table(alert_rows(found["alerts"]), ALERT, output, wide=ALERT_WIDE)]
+    # What is pending may pass by itself, as at a normal start: `elastic-rl alerts` has it.
+    if fired := [alert for alert in found["alerts"] if alert.get("phase") != "pending"]:
+        parts += ["", tables.table(alert_rows(fired), ALERT, output, wide=ALERT_WIDE)]
     if waits := waiting_rows(found["members"]):
         parts += ["", tables.table(waits, _WAITING, output)]
     parts += ["", tables.table(found["members"], _MEMBER, output, wide=_MEMBER_WIDE)]

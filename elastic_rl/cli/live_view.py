@@ -30,6 +30,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import EngineState, Event, JobStatus, Severity
 from elastic_rl.report.build import Record, parse_lines
+from elastic_rl.runtime.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +72,8 @@ def plain_line(record: Record, steps: int) -> str:
         case "step":
             ready = sum(e.get("state") == "ready" for e in record.get("engines") or [])
             return (f"step {record['step']}/{steps}: reward {_f(record.get('reward_mean'))}, version "
-                    f"{record.get('policy_version')}, staleness {record.get('staleness')}, {ready} engines, log-prob "
-                    f"difference {_e(record.get('logprob_diff_max'))}, "
+                    f"{record.get('policy_version')}, staleness {record.get('staleness')}, {counted(ready, 'engine')}, "
+                    f"log-prob difference {_e(record.get('logprob_diff_max'))}, "
                     f"{_f((record.get('seconds') or {}).get('total'), 2)} s")
         case "eval":
             return f"step {record['step']}/{steps}: eval reward {_f(record.get('eval_accuracy'))}" + "".join(
@@ -80,9 +81,9 @@ def plain_line(record: Record, steps: int) -> str:
                 for name, value in list((record.get(key) or {}).items())[:_SETS])
         case "sampled":
             return (f"step {record['step']}{f'/{steps}' if steps else ''}: {record.get('samples', '–')} samples of "
-                    f"{len(record.get('groups') or [])} prompts, reward {_f(record.get('reward_mean'))}, "
+                    f"{counted(len(record.get('groups') or []), 'prompt')}, reward {_f(record.get('reward_mean'))}, "
                     f"{record.get('lines', '–')} written, version {record.get('policy_version')}, "
-                    f"{_f((record.get('seconds') or {}).get('total'), 2)} s")
+                    f"{_responses(record)}{_f((record.get('seconds') or {}).get('total'), 2)} s")
         case "output":
             return ", ".join(f"{name} {value}" for name, value in _of_output(record["result"]))
         case "rewind":
@@ -95,6 +96,15 @@ def plain_line(record: Record, steps: int) -> str:
             return "records are missing here" + (f": {reason}" if (reason := record.get("reason")) else "")
         case other:
             return f"{other}: {record}"
+
+
+def _responses(record: Record) -> str:
+    """How long the responses of a step are, and how fast they came; "" where that is not known."""
+    lengths, generate_s = record.get("response_tokens") or {}, (record.get("seconds") or {}).get("generate") or 0.0
+    if lengths.get("mean") is None:
+        return ""
+    rate = f", {record.get('samples', 0) * lengths['mean'] / generate_s:,.0f} tokens/s" if generate_s > 0 else ""
+    return f"responses of {_f(lengths['mean'], 1)} tokens, at most {_f(lengths.get('max'), 0)}{rate}, "
 
 
 def _f(value: Any, digits: int = 3) -> str:
@@ -276,7 +286,7 @@ def _add_sampled_facts(facts: Table, last: Record) -> None:
     """Adds the facts of a job that trains nothing."""
     lengths = last.get("response_tokens") or {}
     facts.add_row("reward", f"{_f(last.get('reward_mean'))} in the last step")
-    facts.add_row("samples", f"{last.get('samples', '–')} of {len(last.get('groups') or [])} prompts, "
+    facts.add_row("samples", f"{last.get('samples', '–')} of {counted(len(last.get('groups') or []), 'prompt')}, "
                              f"{last.get('lines', '–')} written, {_f(lengths.get('mean'), 0)} tokens each")
     facts.add_row("version", str(last.get("policy_version", "–")))
 
@@ -465,7 +475,7 @@ def _of_output(result: Record) -> list[tuple[str, str]]:
 
 def _set_line(found: Record) -> str:
     error = f" ± {_f(found['standard_error'])}" if found["standard_error"] is not None else ""
-    return f"{_f(found['reward_mean'])}{error} over {found['prompts']} prompts" + "".join(
+    return f"{_f(found['reward_mean'])}{error} over {counted(found['prompts'], 'prompt')}" + "".join(
         f", pass@{k} {_f(value)}" for k, value in found["pass_at"].items()) + (
         f", {found['truncated']:.0%} truncated" if found["truncated"] else "") + (
         f", {found['failed_rewards']} rewards failed" if found["failed_rewards"] else "")
@@ -481,7 +491,8 @@ def _of_rl(report: Record) -> list[tuple[str, str]]:
     healed = sum(f["healed_at"] is not None for f in report["faults"])
     speed = throughput_line({"peak_memory_bytes": report["peak_memory_bytes"], **{
         name: report[f"{name}_p50"] for name in ("generate_tokens_per_s", "train_tokens_per_s", "mfu")}})
-    return [("steps", f"{report['steps']} ({report['steps_redone']} repeated), {report['samples_trained']} samples"),
+    return [("steps", f"{report['steps']} ({report['steps_redone']} repeated), "
+                      f"{counted(report['samples_trained'], 'sample')}"),
             ("eval reward", f"{_f(report['eval_accuracy_first'])} → {_f(report['eval_accuracy_last'])}"),
             ("reward", f"{_f(report['reward_first'])} → {_f(report['reward_last'])}"),
             ("step time", f"{_f(report['step_s_p50'], 2)} s median, {_f(report['tokens_per_s'], 0)} tokens/s"),

@@ -26,6 +26,7 @@ from elastic_rl.cli import (
     jobs,
     listings,
     logs,
+    metrics,
     run,
     samples,
     stacks,
@@ -54,8 +55,8 @@ _STYLE: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": 
 app = typer.Typer(add_completion=False, no_args_is_help=True, **_STYLE,
                   help="Fault-tolerant, elastic reinforcement learning for LLMs. Any setting is also --key.sub=value.",
                   epilog=describe())
-for _part in (run.app, jobs.app, logs.app, stacks.app, listings.app, hosts.app, samples.app, changes.app, autoscale.app,
-              dashboard.app):
+for _part in (run.app, jobs.app, logs.app, stacks.app, listings.app, hosts.app, metrics.app, samples.app, changes.app,
+              autoscale.app, dashboard.app):
     app.add_typer(_part)
 app.add_typer(changes.engines, name="engines")
 app.add_typer(changes.operations, name="operations")

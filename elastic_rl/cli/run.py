@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastic_rl import __version__
-from elastic_rl.cli import follow, tables, test_hosts
+from elastic_rl.cli import follow, only, tables, test_hosts
 from elastic_rl.cli.common import (
     EXTRA,
     File,
@@ -267,17 +267,33 @@ def train(ctx: typer.Context, file: File = None,
           faults: Annotated[bool, typer.Option("--faults", help="Kill and scale things during the run.")] = False,
           from_job: Annotated[str, typer.Option("--from-job", metavar="JOB", help=(
               "Begin a new job with the newest policy of this one, whose cluster is up."))] = "",
+          part: Annotated[only.Only | None, typer.Option("--only", show_default=False, help=(
+              "Debug one half of a run, and change nothing of the job. rollout: generate and reward its steps and keep "
+              "their groups, without a trainer, as a job JOB-rollout-N. train: from steps that were kept "
+              "(`train.keep_steps`), with ranks of this host, and without a cluster and engines."))] = None,
+          from_steps: Annotated[Path | None, typer.Option("--from-steps", metavar="FOLDER", show_default=False, help=(
+              "With --only train: a folder `kept_steps` of another job; else that of this one."))] = None,
           ) -> None:
     """Train on a cluster that is up, or on one for this run only; a job that was stopped resumes.
 
     On a cluster that is up the run goes on without its terminal: Ctrl-C asks whether to detach or to stop."""
+    only.require(part, from_steps, with_cluster=with_cluster, keep_up=keep_up, detach=detach, faults=faults,
+                 from_job=bool(from_job))
+    if part is only.Only.TRAIN:
+        with signals_interrupt():
+            only.train(named_cluster(ctx, file).cfg, from_steps)
+        return
     from elastic_rl.host import cluster_settings, inherited_model, kept_state, preflight
+    from elastic_rl.host.local_cluster import Cluster
     from elastic_rl.host.paths import JobPaths
     from elastic_rl.job import check as job_check
     if detach and with_cluster and not keep_up:
         raise ConfigError("a run that is detached needs a cluster that stays up",
                           hint="add --keep-up; or `elastic-rl up`, then `elastic-rl train --detach`")
     cluster = named_cluster(ctx, file, say=_say)
+    if part is only.Only.ROLLOUT:
+        job, cluster = cluster.cfg.job, Cluster(only.rollout(cluster.cfg, with_cluster=with_cluster), say=_say)
+        only.say_rollout(cluster.cfg, job)
     _require_unfinished(cluster)
     if test_hosts.hosts_of(cluster).are_beside and not with_cluster:
         raise typer.Exit(_train_on_hosts(cluster, faults=faults, from_job=from_job, detach=detach))
@@ -472,7 +488,7 @@ def config_check(ctx: typer.Context, file: File = None, output: Output = Format.
 
 
 def _state(finding: JobFinding) -> str:
-    return "FAULT" if finding.fault else "warn" if finding.hint else "ok"
+    return "FAULT" if finding.fault else "warn" if finding.hint else "skip" if finding.skipped else "ok"
 
 
 @config_app.command("schema")

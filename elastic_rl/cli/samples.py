@@ -12,6 +12,7 @@ import typer
 from elastic_rl.cli import tables
 from elastic_rl.cli.common import Output, Target, api_command, out
 from elastic_rl.cli.tables import Format
+from elastic_rl.errors import EtcdUnavailable
 
 app = typer.Typer()
 
@@ -36,8 +37,12 @@ def samples(cluster: Target,
     given = {"step": step, "group": group, "min_reward": min_reward, "max_reward": max_reward,
              "finish_reason": finish_reason or None}
     query = urlencode({name: value for name, value in given.items() if value is not None})
-    with cluster.api() as api:
-        found = api.items(f"samples{'?' + query if query else ''}", limit=limit)
+    try:
+        with cluster.api() as api:
+            found = api.items(f"samples{'?' + query if query else ''}", limit=limit)
+    except EtcdUnavailable as e:
+        e.hint = f"samples are kept in etcd, and shown while it runs; `elastic-rl metrics` needs no cluster. {e.hint}"
+        raise
     if full and output is not Format.JSON:
         _show_whole(found)
     else:

@@ -14,6 +14,7 @@ from elastic_rl.cli import tables
 from elastic_rl.cli.common import EXTRA, File, Output, err, find_cluster, out, say
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.cli.tables import Format
+from elastic_rl.runtime.words import counted
 
 if TYPE_CHECKING:
     from elastic_rl.dcs.manifest import Manifest
@@ -122,7 +123,8 @@ def diff(ctx: typer.Context, old: Name, new: Name, file: File = None, output: Ou
     shown = [{**r, "changed_%": 100 * r["share"] if r["what"] == "changed" else None} for r in rows]
     tables.show(out, shown, ("what", "elements", "changed_%", "max_abs", "relative_l2", "name"), output)
     changed, elements = sum(c.changed for c in changes), sum(c.elements for c in changes)
-    out.print(f"{len(changes)} tensors differ, in {changed} of {elements} elements", highlight=False)
+    differing = counted(len(changes), "tensor")
+    out.print(f"{differing} with differences, in {changed} of {elements} elements", highlight=False)
 
 
 @app.command(**EXTRA)
@@ -255,5 +257,5 @@ def recover(ctx: typer.Context,
     tables.show(out, rows, ("stream", "number", "nbytes", "durable", "found"), output)
     if unreachable:
         err.print(f"no answer from {_some(unreachable)}: run this again when they are back", highlight=False)
-    out.print("nothing was changed (--dry-run)" if dry_run else f"recovered {len(planned.versions)} versions",
-              highlight=False)
+    out.print("nothing was changed (--dry-run)" if dry_run else
+              f"recovered {counted(len(planned.versions), 'version')}", highlight=False)

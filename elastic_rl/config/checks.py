@@ -313,6 +313,14 @@ CHECKS: tuple[Check, ...] = (
             "smaller one, or leave it out"),
     Refused(lambda c: c.computes_parts and c.train.keep_steps,
             _PART + ": train.keep_steps is for steps that are made of one batch; leave one of them out"),
+    Refused(lambda c: c.makes_batches and not c.uses_trainer and c.algorithm.measures_kl
+            and c.algorithm.kl_in == "reward",
+            "train.keep_steps with mode={mode} and algorithm.kl_in=reward: advantages would need log-probs of the "
+            "reference policy, which the ranks of a trainer have; set algorithm.kl_coef=0 and "
+            "algorithm.report_kl=false"),
+    Refused(lambda c: c.makes_batches and not c.uses_trainer and c.algorithm.teacher is not None,
+            "train.keep_steps with mode={mode} and algorithm.teacher={algorithm.teacher}: the teacher's pool has no "
+            "engines in this mode; leave one of them out"),
     Refused(lambda c: c.computes_parts and c.train.updates > 1,
             f"{_PART} with train.updates_per_step={{train.updates_per_step}} and train.minibatches="
             "{train.minibatches}: a part is no update of its own, and a second pass needs all samples of the step "
@@ -528,6 +536,7 @@ READERS = (
             "train.schedule=fully_async"),
     Readers("train", ("queue_units", "queue_call_timeout_s"), lambda c: c.uses_transfer_queue,
             "train.schedule=fully_async with train.queue=transfer_queue"),
+    Readers("trainer", ("profile", "profile_ranks"), lambda c: c.trainer.profile_steps, "trainer.profile_steps"),
     Readers("trainer", ("min_data_parallel", "ranks_per_host"), lambda c: c.ranks_may_spread,
             "a cluster with a name (--cluster), and with train.queue=transfer_queue only where the operator has said "
             "`up --insecure-network`"),

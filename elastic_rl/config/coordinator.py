@@ -51,8 +51,8 @@ class CoordinatorConfig(Section):
     limit of a phase that was seen fewer than three times. Set it above every timeout of the work itself. On a machine
     with more work than cores each limit for a hang is up to four times as long."""
     reconcile_interval_s: Seconds = 0.5
-    """Longest pause, in seconds, between two passes in which the leader compares the desired with the actual state.
-    What comes, goes, fails or is asked for starts a pass at once."""
+    """Longest pause, in seconds, between two passes in which the leader compares the desired with the actual state. It
+    is at least 1.5 while nothing of the job runs. What comes, goes, fails or is asked for starts a pass at once."""
     reconcile_deadline_s: Seconds = 30.0
     """Seconds without a successful reconcile pass after which the leader reports that it is not ready, and resigns so
     that another replica can try. After it has resigned for this reason it waits twice as long the next time, up to 15

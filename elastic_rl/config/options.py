@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from elastic_rl.config.meant import suggestion
 from elastic_rl.config.reading import right_form
-from elastic_rl.config.section import suggestion
 from elastic_rl.errors import ConfigError
 from elastic_rl.runtime.json_values import require_json
 

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from elastic_rl.config import secrets, yaml_text
-from elastic_rl.config.section import suggestion
+from elastic_rl.config.meant import meant
 from elastic_rl.errors import ConfigError
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -26,19 +26,11 @@ _MAX_BYTES = 4 << 20
 _ENGINE_KEY = "engines ask for the key in <run_dir>/<job>/cluster/engine.key, which `elastic-rl up` makes"
 _JUDGE = "a judge is a pool: set pools.genrm.model to the folder of its model"
 _TEACHER = "set algorithm.teacher=large and pools.large.model to the folder of its model"
-_OF_ALGORITHMS = {
-    **{name: name for name in ("clip_low", "clip_high", "normalize_std", "gamma", "gae_lambda", "reward_coef")},
-    "gspo_clip_low": "clip_low", "gspo_clip_high": "clip_high", "sapo_tau_positive": "tau_positive",
-    "sapo_tau_negative": "tau_negative", "cispo_max_weight": "max_weight"}
-"""What may be taken for a setting of the section ``algorithm``, and the option of an algorithm that is meant."""
 _OF_TOKENS = ("algorithm.clip_low", "algorithm.clip_high")
 """Bounds of the ratios of tokens: they are far too large for those of sequences, whose options have the same names."""
-_MEANT = {"engine.api_key": _ENGINE_KEY, "engine.key": _ENGINE_KEY, "genrm": _JUDGE, "judge": _JUDGE,
-          "teacher": f"a teacher is a pool: {_TEACHER}",
-          **{f"algorithm.{name}": f"did you mean 'algorithm.options.{option}'?"
-             for name, option in _OF_ALGORITHMS.items()},
-          **{f"algorithm.{name}": f"did you mean 'critic.{name}'?" for name in ("value_clip", "whiten_advantages")}}
-"""What to set instead of keys that there are not and that no known one resembles."""
+_INSTEAD = {"engine.api_key": _ENGINE_KEY, "engine.key": _ENGINE_KEY, "genrm": _JUDGE, "judge": _JUDGE,
+            "teacher": f"a teacher is a pool: {_TEACHER}"}
+"""What to set instead of keys that there are not, and for which there is no other key."""
 _FORMS = {("mode", "literal_error"): "how generation and training follow each other is train.schedule",
           ("pools", "dict_type"): "write pools by name, such as {genrm: {model: /models/judge}}",
           ("algorithm.teacher", "string_type"): f"it is the name of a pool: {_TEACHER}"}
@@ -170,8 +162,9 @@ def _explain(err: Any, model: type[BaseModel], found: Mapping[str, Any]) -> str:
     if err["type"] == "extra_forbidden":
         if key in _OF_TOKENS and found["algorithm"].get("name") == "gspo":
             return f"unknown key {key!r}; leave it out: gspo does not read it, since it clips ratios of sequences"
-        meant = f"; {_MEANT[key]}" if key in _MEANT else suggestion(key, known_keys(model), cutoff=0.5)
-        return f"unknown key {key!r}{meant}"
+        near = [] if key in _INSTEAD else meant(key, known_keys(model), most=1, cutoff=0.5)
+        instead = _INSTEAD.get(key, f"did you mean {' or '.join(map(repr, near))}?" if near else "")
+        return f"unknown key {key!r}{f'; {instead}' if instead else ''}"
     shown = key and not isinstance(err["input"], dict) and not secrets.is_secret(key)
     return f"{key or 'config'}: {err['msg'].removeprefix('Value error, ')}" + (
         f" (got {_shortened(err['input'])})" if shown else "") + right_form(err, key)

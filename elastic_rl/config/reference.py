@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_rl.config.fixed_settings import FIXED
+from elastic_rl.config.meant import meant
 from elastic_rl.config.root import Config
 from elastic_rl.errors import ConfigError
 
@@ -24,6 +24,17 @@ Schema. This page is made from the code by `python -m elastic_rl.config.referenc
 _BOUNDS = (("minimum", ">= {}"), ("exclusiveMinimum", "> {}"), ("maximum", "<= {}"), ("exclusiveMaximum", "< {}"))
 _UNBOUNDED = 1 << 60
 """Bounds beyond it are those of 64 bits, which tell nobody anything."""
+
+_OPTIONS = {
+    "data.options": ("what data.source names", "docs/data.md"),
+    "algorithm.options": ("what algorithm.name names", "docs/algorithms.md#options"),
+    "rollout.reward_options": ("what rollout.reward names", "docs/rewards.md"),
+    "rollout.environment_options": ("what rollout.environment names", "docs/environments.md"),
+    "rollout.filters": ("a filter", "docs/data.md#filters"),
+    "critic.train": ("the section train", "`elastic-rl config explain train`"),
+    **{f"{group}.trainer": ("the section trainer", "`elastic-rl config explain trainer`")
+       for group in ("critic", "reference", "actor_fwd")}}
+"""Settings that hold options: whose, and the page or the command that shows them."""
 
 
 @dataclass(frozen=True)
@@ -98,20 +109,32 @@ def _kind(schema: Mapping[str, Any], told: Mapping[str, Any]) -> str:
 
 
 def explain(key: str) -> str:
-    """A setting in words, or the settings of a section. ``key``: of either; a name of yours may stand for ``NAME``.
-    Raises ConfigError for a key that there is not."""
+    """A setting in words, or the settings of a section; of an option, the setting that holds it and the page that has
+    it. ``key``: of one of these; a name of yours may stand for ``NAME``. Raises ConfigError for a key that there is
+    not."""
     known = settings()
     wanted = [part for part in key.strip().lstrip("-").split(".") if part]
     exact = [one for one in known if _matches(one.key, wanted)]
     inside = [one for one in known if _matches(".".join(one.key.split(".")[:len(wanted)]), wanted)]
     if wanted and inside:
-        return "\n\n".join([*map(_shown, exact), *(
+        return "\n\n".join([*(_shown(one) + _of_options(one.key) for one in exact), *(
             f"{one.key}\n  {_first_sentence(one.text)}" for one in inside if one not in exact)])
-    every = [one.key for one in known]
-    last = wanted[-1] if wanted else ""
-    close = [k for k in every if k.rpartition(".")[2] == last] or difflib.get_close_matches(key, every, 3, 0.6)
-    raise ConfigError(f"there is no setting {key!r}", hint=f"did you mean {' or '.join(close[:5])}?" if close else (
+    for one in known:
+        if one.key in _OPTIONS and wanted[:one.key.count(".") + 1] == one.key.split("."):
+            return _shown(one) + _of_options(one.key, ".".join(wanted))
+    close = meant(".".join(wanted), [one.key for one in known], most=3, cutoff=0.6)
+    raise ConfigError(f"there is no setting {key!r}", hint=f"did you mean {' or '.join(close)}?" if close else (
         "`elastic-rl config explain train`, or another section, lists its settings"))
+
+
+def _of_options(key: str, option: str = "") -> str:
+    """Where the options are described that a setting holds, if it holds some. ``option``: the key of the one that is
+    asked for."""
+    if key not in _OPTIONS:
+        return ""
+    whose, page = _OPTIONS[key]
+    return (f"\n\n{option} is an option of {whose}: {page} has them." if option else
+            f"\n\nThe options are those of {whose}: {page} has them.")
 
 
 def _matches(key: str, wanted: list[str]) -> bool:

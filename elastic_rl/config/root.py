@@ -199,6 +199,12 @@ class Config(Section):
         return self.mode in ("rl", "sft")
 
     @property
+    def makes_batches(self) -> bool:
+        """Whether groups are made into batches to train on: also in a job that trains nothing, which only keeps them
+        (``train.keep_steps``)."""
+        return self.mode == "rl" or self.mode == "rejection_sampling" and bool(self.train.keep_steps)
+
+    @property
     def uses_critic(self) -> bool:
         """Whether a second trainer group trains a value model."""
         wanted = self.algorithm.name == "ppo" if self.critic.enabled is None else self.critic.enabled

@@ -3,44 +3,33 @@ options of the user's own code may be keys of services."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-HIDDEN = "…"
+from elastic_rl.runtime.secret_names import HIDDEN, is_secret_name, without_users
+
 _SECTIONS = ("alerts", "dcs.durable_url", "telemetry.otlp_endpoint")
 """Keys whose values, and those below them, no error shows."""
-_NAME = re.compile(r"(?:^|(?<!per)_)(?:api_?keys?|(?:access|private|secret)_?key|(?:access|auth)?token|secret|"
-                   r"password|passwd|authorization)$")
-"""Last words of the names, in lower case, of options that are secrets: of ``hf_token`` and ``apikey``, but neither of
-``max_tokens``, ``token_file`` and ``cost_per_token`` nor of ``answer_key``, which names a column."""
-_USER = re.compile(r"(?<=://)[^/\s]*@")
-"""User and password of a URL."""
 
 
 def is_secret(key: str) -> bool:
     """Whether values of the dotted key, or of a key below it, may be secret. A section that has such a key counts too:
     what should be below it may have been written in its place."""
     return (any(f"{key}.".startswith(f"{secret}.") or secret.startswith(f"{key}.") for secret in _SECTIONS)
-            or any(map(_is_secret_name, key.split("."))))
-
-
-def _is_secret_name(name: str) -> bool:
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_")  # apiKey and api-key are api_key
-    return _NAME.search(words.lower()) is not None
+            or any(map(is_secret_name, key.split("."))))
 
 
 def without_secrets(value: Any, *, hide: bool = False) -> Any:
     """JSON-able values to be shown, without those whose names say that they are secrets, and without users and
     passwords of URLs. ``hide``: the value itself is one."""
     if isinstance(value, Mapping):
-        return {key: without_secrets(one, hide=hide or _is_secret_name(str(key))) for key, one in value.items()}
+        return {key: without_secrets(one, hide=hide or is_secret_name(str(key))) for key, one in value.items()}
     if isinstance(value, list):
         return [without_secrets(one, hide=hide) for one in value]
     if hide and value and value is not True:
         return HIDDEN
-    return _USER.sub(f"{HIDDEN}@", value) if isinstance(value, str) else value
+    return without_users(value) if isinstance(value, str) else value
 
 
 def redacted_url(url: str) -> str:

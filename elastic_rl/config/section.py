@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from elastic_rl.config.meant import suggestion
 
 _Path = TypeVar("_Path", str, Path)
 
@@ -62,10 +63,3 @@ def faults_of_changes(section: Section, changes: Mapping[str, Any], key: str) ->
                 yield f"unknown key {key}.{name}{suggestion(name, type(section).model_fields)}"
             else:
                 yield f"{'.'.join(filter(None, (key, name)))}: {fault['msg'].removeprefix('Value error, ')}"
-
-
-def suggestion(unknown: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """The end of an error that names an unknown key: which of the known ones may be meant, if any is like it
-    (``cutoff``: a share of 1)."""
-    near = difflib.get_close_matches(unknown, list(known), n=1, cutoff=cutoff)
-    return f"; did you mean {near[0]!r}?" if near else ""

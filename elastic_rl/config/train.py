@@ -75,8 +75,9 @@ class TrainConfig(Section):
     ``max_staleness: 0`` above all; needs one update of a step, and an algorithm whose advantages are of a group
     alone. Gradients are those of the whole step, up to rounding."""
     keep_steps: Annotated[list[Positive], Field(max_length=32)] = []
-    """RL steps whose batch is written to a file before the step is made, so that ``elastic-rl debug step`` can train
-    from it again. The files are in the folder ``kept_steps`` of the job, on the host of the actor. Not with
+    """RL steps whose batch is written to a file before the step is made, so that ``elastic-rl debug step`` and ``train
+    --only train`` can train from it again; with ``mode: rejection_sampling``, steps whose groups are made into a batch
+    for that. The files are in the folder ``kept_steps`` of the job, on the host of the actor. Not with
     ``prompts_per_part``."""
     queue: Literal["embedded", "transfer_queue"] = "embedded"
     """With ``schedule: fully_async``, where finished groups wait for their step. ``embedded``: in the memory of the

@@ -25,6 +25,7 @@ from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
 from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Autoscaler, AutoscalerState
+from elastic_rl.runtime.words import counted
 
 _TRIES = 8
 _FIELDS = frozenset(AutoscaleFields.model_fields)
@@ -73,8 +74,9 @@ def require_within(etcd: EtcdClient, keys: Keys, cfg: Config, pool: str, desired
     settings = effective(_decoded(found) if found else None, cfg, pool)
     if settings.bounds_hold and not settings.min_engines <= desired <= settings.max_engines:
         raise Problem(409, Kind.CONFLICT, "The number is beyond the bounds of autoscaling",
-                      f"pool {pool} is autoscaled from {settings.min_engines} to {settings.max_engines} engines: "
-                      f"choose a number within, change the bounds, or disable it (`elastic-rl autoscale {pool} --off`)")
+                      f"pool {pool} is autoscaled from {settings.min_engines} to "
+                      f"{counted(settings.max_engines, 'engine')}: choose a number within, change the "
+                      f"bounds, or disable it (`elastic-rl autoscale {pool} --off`)")
     return Compare.mod(key, "==", found.mod_revision if found else 0)
 
 
@@ -176,4 +178,4 @@ def _described(settings: AutoscaleFields) -> str:
     if settings.mode == "disabled":
         return "autoscaling is disabled"
     how = {"automatic": "autoscaled", "dry_run": "a dry run of autoscaling", "external": "autoscaled from outside"}
-    return f"{how[settings.mode]} from {settings.min_engines} to {settings.max_engines} engines"
+    return f"{how[settings.mode]} from {settings.min_engines} to {counted(settings.max_engines, 'engine')}"

@@ -12,12 +12,13 @@ from elastic_rl.coordinator import autoscalers
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.etags import check_revision, etag
 from elastic_rl.coordinator.leader_transaction import LeaderTransaction
-from elastic_rl.coordinator.problems import Problem, concurrent_modification, no_pool
+from elastic_rl.coordinator.problems import Problem, concurrent_modification, no_pool, unreadable
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
-from elastic_rl.etcd.decoding import decode, decode_all
+from elastic_rl.etcd.decoding import decode, decode_all, readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import PoolSpec, PoolStatus
+from elastic_rl.runtime.words import counted
 
 
 class PoolView(BaseModel):
@@ -59,6 +60,7 @@ def check_desired(desired: int, max_engines: int) -> int:
 
 
 def view(spec: KeyValue, status: KeyValue | None) -> PoolView:
+    """Raises ValidationError for a spec that cannot be read."""
     desired = PoolSpec.decode(spec.value)
     actual = decode(status, PoolStatus, {}) if status else None
     counts = actual.model_dump(exclude={"name"}) if actual else {}
@@ -85,10 +87,18 @@ def page(etcd: EtcdClient, keys: Keys, limit: int, after: str = "") -> tuple[lis
 
 def get_pool(etcd: EtcdClient, keys: Keys, name: str) -> PoolView:
     """Raises a 404 problem."""
-    spec = etcd.get(keys.pool_spec(name))
-    if spec is None:
-        raise no_pool(name)
+    spec, _ = _require(etcd, keys, name)
     return view(spec, etcd.get(keys.pool_status(name)))
+
+
+def _require(etcd: EtcdClient, keys: Keys, name: str) -> tuple[KeyValue, PoolSpec]:
+    """The spec of a pool, as stored and decoded. Raises a 404 problem for one that does not exist or cannot be read."""
+    found = etcd.get(keys.pool_spec(name))
+    if found is None:
+        raise no_pool(name)
+    if (spec := readable_one(found, PoolSpec)) is None:
+        raise unreadable("pool", name)
+    return found, spec
 
 
 def set_desired(etcd: EtcdClient, keys: Keys, cfg: Config, election: Election, name: str, desired: int, *, by: str,
@@ -101,17 +111,15 @@ def set_desired(etcd: EtcdClient, keys: Keys, cfg: Config, election: Election, n
     """
     key = keys.pool_spec(name)
     for _ in range(8):
-        spec = etcd.get(key)
-        if spec is None:
-            raise no_pool(name)
+        spec, old = _require(etcd, keys, name)
         check_revision(spec.mod_revision, if_revision, "pool")
         within = autoscalers.require_within(etcd, keys, cfg, name, desired)
-        old = PoolSpec.decode(spec.value)
         if old.desired == desired:
             return view(spec, etcd.get(keys.pool_status(name)))
         if dry_run:
             return view(replace(spec, value=old.replace(desired=desired).encode()), etcd.get(keys.pool_status(name)))
-        event = events.build(event_kinds.POOL_SCALED, name, f"{name}: {old.desired} → {desired} engines, by {by}",
+        event = events.build(event_kinds.POOL_SCALED, name,
+                             f"{name}: {old.desired} → {counted(desired, 'engine')}, by {by}",
                              previous=old.desired, desired=desired, by=by, replica=election.replica)
         new = old.replace(desired=desired)
         change = LeaderTransaction.with_event(keys, event, [Compare.mod(key, "==", spec.mod_revision), within],

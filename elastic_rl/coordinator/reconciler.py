@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from elastic_rl.config import Config
+from elastic_rl.config import Config, CoordinatorConfig
 from elastic_rl.coordinator.alerts.conditions import leader_conditions, under_replication
 from elastic_rl.coordinator.alerts.controller import AlertController
 from elastic_rl.coordinator.alerts.notifier import Notifier
@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 """Pauses between two passes: a burst of triggers is one pass."""
+_IDLE_INTERVAL_S, _IDLE_DEADLINES = 1.5, 0.25
+"""Longest pause between two passes over a job that is idle, and as a part of ``reconcile_deadline_s``."""
 _LOG_EVERY_S = 60.0
 _ENGINE_ENDED = (event_kinds.ENGINE_DEAD.name, event_kinds.ENGINE_REPLACED.name)
 """Kinds that say that an engine's process has ended; its runner or driver often writes them before its lease ends."""
@@ -63,6 +65,12 @@ _FAILED = metrics.counter("reconcile_failures", "Reconcile passes that failed", 
 def loop_of(job: str) -> str:
     """Name of the leader's loop of a job (``LeaderHealth``)."""
     return f"job {job}"
+
+
+def interval_s(cfg: CoordinatorConfig, *, idle: bool) -> float:
+    """Longest pause before the next pass. ``idle``: nothing of the job changes but by a write, which starts a pass."""
+    usual = cfg.reconcile_interval_s
+    return max(usual, min(_IDLE_INTERVAL_S, _IDLE_DEADLINES * cfg.reconcile_deadline_s)) if idle else usual
 
 
 class PassFailed(ElasticRLError):
@@ -99,6 +107,8 @@ class Reconciler:
                                        clock=clock)
         self._gap = LeaderGap(etcd, keys, election, cfg.alerts.leader_gap_s, guarded, clock)
         self._retention = Retention(etcd, keys, cfg.coordinator, guarded, clock)
+        self._interval_s = interval_s(cfg.coordinator, idle=False)
+        """Longest pause before the next pass."""
         self._stage_errors: dict[str, str] = {}
         """Error of each stage that failed in the last pass."""
         self._logged: dict[str, float] = {}
@@ -128,7 +138,7 @@ class Reconciler:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                self._wake.wait(self._cfg.coordinator.reconcile_interval_s)
+                self._wake.wait(self._interval_s)
                 self._wake.clear()
                 if not self._stopping.is_set() and self._election.is_leader:
                     began = time.monotonic()
@@ -186,7 +196,7 @@ class Reconciler:
     def reconcile_once(self) -> None:
         """One pass. Raises Fenced when the leadership is over, EtcdUnavailable when etcd does not answer, PassFailed
         when stages failed."""
-        self._stage_errors = {}
+        self._stage_errors, self._interval_s = {}, interval_s(self._cfg.coordinator, idle=False)
         self._begin_term()
         self._gap.update()
         self._leader_clock.persist()
@@ -215,6 +225,7 @@ class Reconciler:
             self._update_alerts(snapshot, batch)
         if batch.full:
             self.wake()
+        self._interval_s = interval_s(self._cfg.coordinator, idle=snapshot.is_idle and not self._stage_errors)
         if self._stage_errors:
             raise PassFailed("; ".join(f"{stage}: {error}" for stage, error in self._stage_errors.items()))
 

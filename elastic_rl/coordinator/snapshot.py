@@ -125,6 +125,15 @@ class ClusterSnapshot:
         """Whether a training loop runs. Where none does, what the job's status says is of another time."""
         return any(m.role == ACTOR_ROLE for m in self.members)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of the job runs, is suspected or was asked for. Its DCS nodes may run: they are the cluster's
+        as much as the job's."""
+        return not (self.members or self.engines or self.external_engines or self.evidence
+                    or any(seen.suspected_at and not seen.dead for seen in self.registry.values())
+                    or any(not operation.ended_at for operation in self.operations.values())
+                    or any(r.observed_generation < r.generation for r in self.restarts.values()))
+
     def revision(self, key: str) -> int:
         """Revision of the key's last change; 0 for a key that was not there."""
         found = self.revisions.get(key)

@@ -7,6 +7,7 @@ process that renders it, and one that makes ever longer texts would take the mem
 from __future__ import annotations
 
 import datetime
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,12 +15,16 @@ from typing import Any
 from elastic_rl.errors import ConfigError
 from elastic_rl.plugins.worker_pool import CallGivenUp, WorkerPool
 
+log = logging.getLogger(__name__)
+
 Conversation = tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]
 """The messages of a conversation, and further variables of the template: JSON values."""
 NOW = "strftime_now"
 """The function by which a chat template writes the date, as those of Llama 3.2 and Granite do."""
 MAX_CHARACTERS = 16 << 20
 """Characters of one rendered conversation, at most."""
+_PROCESSES = 2
+"""One more than most callers use at once: a conversation that hangs does not hold up all others."""
 _LIMIT_S = 30.0
 """Seconds for one call."""
 _MEMORY_MB = 1024
@@ -31,13 +36,13 @@ _DOWNLOAD = "correct the template, or download the model again"
 
 
 class ChatRenderer:
-    """Renders conversations in one worker process, which starts with the first one and ends with this object, or with
-    this process. Thread-safe; threads take turns."""
+    """Renders conversations in worker processes, which start when they are needed and end with this object, or with
+    this process. Thread-safe; threads take turns when all processes are busy."""
 
     def __init__(self, now: datetime.datetime) -> None:
         """``now``: what templates read of the clock."""
         self._now = now.isoformat()
-        self._pool = WorkerPool("elastic_rl.data.template_worker:render", 1, memory_mb=_MEMORY_MB,
+        self._pool = WorkerPool("elastic_rl.data.template_worker:render", _PROCESSES, memory_mb=_MEMORY_MB,
                                 named="the chat template")
         weakref.finalize(self, self._pool.close)
 
@@ -57,12 +62,12 @@ class ChatRenderer:
                conversations: Sequence[Conversation]) -> list[str]:
         job = {"template": template, "variables": dict(variables), "now": self._now, "conversations": conversations}
         try:
-            answers = self._pool.call_and_wait(job, _LIMIT_S)
+            answers = self._answers(job)
         except CallGivenUp as e:
             raise ConfigError(
                 f"the chat template in {source} did not render a conversation within {_LIMIT_S:g} s and "
-                f"{_MEMORY_MB} MiB, and its process was ended", hint="look in it for a loop without an end and for "
-                f"texts that grow without one, and {_DOWNLOAD}") from e
+                f"{_MEMORY_MB} MiB, twice, and its process was ended", hint="look in it for a loop without an end and "
+                f"for texts that grow without one, and {_DOWNLOAD}") from e
         failed = answers[-1]
         if "syntax" in failed:
             raise ConfigError(f"the chat template in {source} is no valid Jinja, line {failed['line']}: "
@@ -72,3 +77,12 @@ class ChatRenderer:
                               hint="check roles and their order, data.options.system_prompt and "
                               "data.options.chat_template_options")
         return [str(answer["text"]) for answer in answers]
+
+    def _answers(self, job: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Raises CallGivenUp once the second process has failed too: one may be killed, or halted for a while, through
+        no fault of the template."""
+        try:
+            return list(self._pool.call_and_wait(job, _LIMIT_S))
+        except CallGivenUp as e:
+            log.warning("%s; the conversations are rendered once more", e.message)
+            return list(self._pool.call_and_wait(job, _LIMIT_S))

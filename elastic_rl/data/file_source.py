@@ -17,7 +17,7 @@ from elastic_rl.data.conversations import Asked, messages_of, variable, variable
 from elastic_rl.data.parquet import ParquetRows
 from elastic_rl.data.permutation import Permutation
 from elastic_rl.data.prompts import LazyPrompts, PromptMaker, hashes
-from elastic_rl.data.rows import FilesRows, JsonlRows, Rows, files_of, value_at
+from elastic_rl.data.rows import FilesRows, JsonlRows, Rows, files_of, names_column, value_at
 from elastic_rl.data.samples import Prompt
 from elastic_rl.data.templates import Template
 from elastic_rl.data.text_options import FileOptions
@@ -34,8 +34,9 @@ _MEASURED = 1024
 """Prompts that are measured together."""
 _RENDERED = 256
 """Rows that are rendered together when all of them are read."""
-OpenFile = Callable[[Path, Sequence[str], Path], Rows]
-"""Opens the rows: takes a file, the columns that are used, and a folder for what is derived from it, to its rows."""
+OpenFile = Callable[[Path, Mapping[str, str], Path], Rows]
+"""Opens the rows: takes a file, the columns that are used with the setting that names each, and a folder for what is
+derived from it, to its rows."""
 
 
 class FileSource:
@@ -51,8 +52,9 @@ class FileSource:
         self._seed, self._folder, self._open = seed, folder, open_file
         self.tokenizer = tokenizer
         self._maker = PromptMaker(self._options, tokenizer)
-        self._template = (Template.parse(self._options.template, "data.options.template") if self._options.template else
-                          Template.of_column(self._options.prompt_key) if self._options.prompt_key else None)
+        given = self._options
+        self._template = (Template.parse(given.template, "data.options.template") if given.template else
+                          Template.of_column(given.prompt_key, "data.options.prompt_key") if given.prompt_key else None)
         self.stop_token_ids = tokenizer.eos_ids
         self.max_prompt_tokens = self._options.max_prompt_tokens
         self.max_response_tokens = self._options.max_response_tokens
@@ -98,8 +100,12 @@ class FileSource:
     # -- files --------------------------------------------------------------------------------------------------------
     def _opened(self, paths: str | list[str], setting: str) -> FilesRows:
         options = self._options
-        columns = [*(self._template.fields if self._template else [options.messages_key]), *options.chat_template_keys,
-                   *([options.answer_key] if options.answer_key else []), *options.metadata_keys]
+        of_prompt = ("messages_key", [options.messages_key]) if self._template is None else (
+            "prompt_key" if options.prompt_key else "template", self._template.fields)
+        used = (of_prompt, ("chat_template_keys", options.chat_template_keys),
+                ("answer_key", [options.answer_key] if options.answer_key else []),
+                ("metadata_keys", options.metadata_keys))
+        columns = {column: f"data.options.{option}" for option, named in reversed(used) for column in reversed(named)}
         files = [self._open(path, columns, self._folder) for path in files_of(paths, setting)]
         if not any(map(len, files)):
             raise ConfigError(f"{files[0].path} is empty" if len(files) == 1 else
@@ -120,12 +126,14 @@ class FileSource:
 
     def _require_columns(self, rows: Sequence[tuple[Mapping[str, Any], str]]) -> None:
         """Raises SourceFailed for a column that a row need not have, and that none of these has: it is misspelt."""
-        for key in (*self._options.metadata_keys, *self._options.chat_template_keys):
+        options = self._options
+        for key, setting in (*((key, "metadata_keys") for key in options.metadata_keys),
+                             *((key, "chat_template_keys") for key in options.chat_template_keys)):
             failed: SourceFailed | None = None
             for row, where in rows:
                 try:
-                    value_at(row, key, where, hint="a row need not have it, but one of the first ones of each file, or "
-                             "null in its place")
+                    value_at(row, key, where, hint=f"data.options.{setting} names it: a row need not have it, but "
+                             "one of the first ones of each file, or null in its place")
                     break
                 except SourceFailed as e:
                     failed = failed or e
@@ -139,7 +147,8 @@ class FileSource:
         variables = {variable_name(key): variable(key, value_at(row, key, where, optional=True),
                                                   f"{where}: the column {key!r}") for key in options.chat_template_keys}
         return Asked(self._template.render(row, where) if self._template else
-                     messages_of(value_at(row, options.messages_key, where), where),
+                     messages_of(value_at(row, options.messages_key, where,
+                                          hint=names_column("data.options.messages_key")), where),
                      {key: value for key, value in variables.items() if value is not None})
 
     def _text(self, row: Mapping[str, Any], where: str) -> str:
@@ -149,7 +158,8 @@ class FileSource:
         """The answer that is imitated, and the metadata. Raises SourceFailed."""
         options, metadata, imitated = self._options, dict[str, Any](), None
         if options.answer_key:
-            answer = answer_value(value_at(row, options.answer_key, where),
+            answer = answer_value(value_at(row, options.answer_key, where,
+                                           hint=names_column("data.options.answer_key")),
                                   f"{where}: the column {options.answer_key!r}")
             metadata["answer"], imitated = answer, answer if isinstance(answer, str) else answer[0]
         for key in options.metadata_keys:
@@ -183,8 +193,8 @@ class FileSource:
                     f"long_prompts=drop leaves {left} of {all_of_them} prompts out of the evaluation set {name!r}, "
                     f"which have more than max_prompt_tokens={limit} tokens")
             if not numbers:
-                raise ConfigError(f"all {all_of_them} prompts of the evaluation set {name!r} have more than {limit} "
-                                  "tokens", hint="raise data.options.max_prompt_tokens")
+                raise ConfigError(f"no prompt of the evaluation set {name!r} has at most {limit} tokens",
+                                  hint="raise data.options.max_prompt_tokens")
         return LazyPrompts(len(numbers), lambda i: self._prompt(rows, numbers[i]))
 
     def _cut_off(self, fraction: float) -> LazyPrompts:

@@ -16,7 +16,7 @@ from elastic_rl.data.chat_rendering import NOW, ChatRenderer, Conversation
 from elastic_rl.errors import ConfigError
 from elastic_rl.models.arch import MAX_CONFIG_BYTES
 from elastic_rl.models.chat_templates import TEMPLATES, named_templates
-from elastic_rl.plugins.user_code import describe
+from elastic_rl.plugins.user_code import describe, plain
 from elastic_rl.runtime.files import read_limited
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
@@ -24,6 +24,11 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special
 """What of a folder the tokenizer and its end tokens are read from."""
 _MAX_FILE_BYTES, _MAX_TEMPLATE_BYTES = 256 << 20, 1 << 20
 _PROBE = "a"
+_TOKENS = ("tokenizer[!_]*", "vocab.*", "*.tiktoken", "tekken.json", "spiece.model", "sentencepiece*.model")
+"""Files with a tokenizer's tokens, of which it has one at least. Without any, transformers makes a tokenizer of one
+token for some families, and says nothing."""
+_SHOWN = 8
+"""Names of files that an error shows."""
 
 
 class ModelTokenizer:
@@ -42,6 +47,10 @@ class ModelTokenizer:
             raise ConfigError(f"there is no folder {self._folder}",
                               hint=f"{self._setting} names a folder: download the model first")
         self._require_files()
+        if not any(any(self._folder.glob(name)) for name in _TOKENS):
+            raise ConfigError(f"there is no tokenizer in {self._folder}, only {self._there()}", hint=(
+                f"{self._setting} needs the model's tokenizer beside its weights: where you have it as an object, "
+                "tokenizer.save_pretrained(folder) writes it there; else download it with the model"))
         from transformers import AutoTokenizer
 
         try:
@@ -50,6 +59,11 @@ class ModelTokenizer:
             raise ConfigError(f"the tokenizer in {self._folder} cannot be loaded: {describe(e)}",
                               hint=f"{self._setting} needs tokenizer.json and tokenizer_config.json: download them "
                               "again; a tokenizer with code of its own is not supported") from e
+
+    def _there(self) -> str:
+        """Names of the folder, to be shown."""
+        names = sorted(path.name for path in self._folder.iterdir())
+        return plain(", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else ""), 500) or "nothing"
 
     def _require_files(self) -> None:
         """Raises ConfigError for a file that transformers would read without an end, or into more memory than there

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from elastic_rl.data import derived
-from elastic_rl.data.rows import column_of, require_unpacked
+from elastic_rl.data.rows import column_of, names_column, require_unpacked
 from elastic_rl.errors import ConfigError, SourceFailed
 from elastic_rl.plugins.user_code import describe, did_you_mean
 
@@ -27,11 +27,11 @@ _MAPPED = 64
 class ParquetRows:
     """A Parquet file, of which some columns are used."""
 
-    def __init__(self, path: Path, columns: Sequence[str], folder: Path) -> None:
-        """``columns``: names, or ``a.b`` for the field ``b`` of the column ``a``. ``folder``: for the copy, which stays
-        there for the next start of the job, and is made again when the file has changed. Raises ConfigError for a file
-        that is missing, damaged or without one of the columns, and for a folder without room. A file without rows, as
-        some programs write for a part of a data set, needs no columns."""
+    def __init__(self, path: Path, columns: Mapping[str, str], folder: Path) -> None:
+        """``columns``: by name, or ``a.b`` for the field ``b`` of the column ``a``, the setting that names each.
+        ``folder``: for the copy, which stays there for the next start of the job, and is made again when the file has
+        changed. Raises ConfigError for a file that is missing, damaged or without one of the columns, and for a folder
+        without room. A file without rows, as some programs write for a part of a data set, needs no columns."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -44,7 +44,8 @@ class ParquetRows:
                 self._count = int(file.metadata.num_rows)
                 if not self._count:
                     return
-                self._columns = list(dict.fromkeys(self._named(name, file.schema_arrow.names) for name in columns))
+                self._columns = list(dict.fromkeys(self._named(name, file.schema_arrow.names, setting)
+                                                   for name, setting in columns.items()))
             known = json.dumps([_FORMAT, str(path), *self.state, sorted(self._columns)])
             self._copy = derived.path(folder, path.stem, hashlib.sha256(known.encode()).hexdigest(), ".arrow")
             self._reader()
@@ -53,10 +54,11 @@ class ParquetRows:
                               hint="check that it is a Parquet file, and that the job's folder has room for its "
                               "uncompressed columns") from e
 
-    def _named(self, key: str, there: Sequence[str]) -> str:
-        """The column that ``key`` names."""
+    def _named(self, key: str, there: Sequence[str], setting: str) -> str:
+        """The column that ``key`` names, which ``setting`` has."""
         if (name := column_of(key, there)) is None:
-            raise ConfigError(f"{self.path} has no column {key!r}, only {', '.join(there)}{did_you_mean(key, there)}")
+            raise ConfigError(f"{self.path} has no column {key!r}, only {', '.join(there)}{did_you_mean(key, there)}",
+                              hint=names_column(setting))
         return name
 
     def _reader(self) -> Any:

@@ -262,6 +262,11 @@ def column_of(key: str, columns: Container[str]) -> str | None:
     return next((name for name in names if name in columns), None)
 
 
+def names_column(setting: str) -> str:
+    """The hint of an error for rows without a column, which names the columns that they have."""
+    return f"{setting} names it: set it to one of the columns that there are"
+
+
 def value_at(row: Mapping[str, Any], key: str, where: str, *, hint: str = "", optional: bool = False) -> Any:
     """The value of a column, or of a field of one (see ``column_of``); None for a field of null and, if it is
     ``optional``, for one that is not there: Arrow fills such fields with null. Raises SourceFailed, which names the

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_rl.data.rows import value_at
+from elastic_rl.data.rows import names_column, value_at
 from elastic_rl.data.values import text_value
 from elastic_rl.errors import ConfigError
 
@@ -19,9 +19,11 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class Template:
-    """A text with fields. ``parts``: literal text, and the column that follows it, or None after the last."""
+    """A text with fields. ``parts``: literal text, and the column that follows it, or None after the last. ``hint``: of
+    the error for a row without such a column."""
 
     parts: tuple[tuple[str, str | None], ...]
+    hint: str = _FIELD
 
     @classmethod
     def parse(cls, text: str, setting: str) -> Template:
@@ -41,12 +43,12 @@ class Template:
                                   f"{text[max(0, piece.start() - _SHOWN):piece.start()]!r}", hint=_FIELD)
         if not parts:
             raise ConfigError(f"{setting} has no field, so all prompts would be the same", hint=_FIELD)
-        return cls((*parts, (literal + text[at:], None)))
+        return cls((*parts, (literal + text[at:], None)), f"{names_column(setting)}; {_FIELD}")
 
     @classmethod
-    def of_column(cls, name: str) -> Template:
-        """The text of a column, whatever its name has."""
-        return cls((("", name),))
+    def of_column(cls, name: str, setting: str) -> Template:
+        """The text of a column, whatever its name has. ``setting``: that names it."""
+        return cls((("", name),), names_column(setting))
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -59,5 +61,5 @@ class Template:
         for literal, field in self.parts:
             out.append(literal)
             if field:
-                out.append(text_value(value_at(row, field, where, hint=_FIELD), f"{where}: the column {field!r}"))
+                out.append(text_value(value_at(row, field, where, hint=self.hint), f"{where}: the column {field!r}"))
         return "".join(out)

@@ -58,6 +58,7 @@ from elastic_rl.plugins.user_code import plain
 from elastic_rl.roles.registry import ROLES
 from elastic_rl.roles.spec import RoleSpec
 from elastic_rl.runtime.waiting import ProgressLimit
+from elastic_rl.runtime.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -131,8 +132,8 @@ class ComputePlane:
         for pool in self.pools.values():
             found[pool_target(pool.name)] = pool.waiting
         if missing := self._seen_hosts.missing:
-            found["hosts"] = (f"engines and ranks wait for {len(missing)} hosts to join Ray, such as {missing[0]}, for "
-                              f"{_HOSTS_JOIN_S:.0f} s at most")
+            found["hosts"] = (f"engines and ranks wait for {counted(len(missing), 'host')} to join Ray, such as "
+                              f"{missing[0]}, for {_HOSTS_JOIN_S:.0f} s at most")
         return {part: text for part, text in found.items() if text}
 
     # -- start ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from elastic_rl.driver.placement import PlacedActor, Placer, driver_writer, ende
 from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
-from elastic_rl.etcd.decoding import readable, readable_one
+from elastic_rl.etcd.decoding import decode_bytes, readable, readable_one
 from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, RestartRequest, Severity
@@ -167,7 +167,7 @@ class ExternalEngines:
     def _change(self, registration: ExternalEngine, **changes: Any) -> None:
         """Changes the registration, if it still stands."""
         def change(raw: bytes | None) -> bytes | None:
-            now = ExternalEngine.decode(raw) if raw else None
+            now = decode_bytes(raw, ExternalEngine) if raw else None
             return raw if now is None or now.engine != registration.engine else now.replace(**changes).encode()
 
         self._etcd.update(self._keys.external_engine(registration.url), change, guards=self._writer.guards)

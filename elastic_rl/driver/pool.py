@@ -198,7 +198,7 @@ class EnginePool:
         """Says of engines that are behind that the router does not have them any more: only then may a run that needs
         a newer version go on without them."""
         def change(raw: bytes | None) -> bytes | None:
-            now = Engine.decode(raw) if raw else None
+            now = decode_bytes(raw, Engine) if raw else None
             if now is None or now.state is not EngineState.READY or not self._is_out(now):
                 return raw
             return now.replace(state=EngineState.SYNCING, updated_at=time.time()).encode()
@@ -314,7 +314,8 @@ class EnginePool:
 
     def _set_state(self, record: Engine, state: EngineState) -> None:
         def change(raw: bytes | None) -> bytes | None:
-            return Engine.decode(raw).replace(state=state, updated_at=time.time()).encode() if raw else None
+            now = decode_bytes(raw, Engine) if raw else None
+            return raw if now is None else now.replace(state=state, updated_at=time.time()).encode()
 
         self.etcd.update(self.keys.engine(record.id), change, guards=self._writer.guards)
 

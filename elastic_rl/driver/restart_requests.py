@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_rl.etcd.client import Compare, EtcdClient
-from elastic_rl.etcd.decoding import readable
+from elastic_rl.etcd.decoding import decode_bytes, readable
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import RestartRequest
 
@@ -18,6 +18,7 @@ def acknowledge(etcd: EtcdClient, keys: Keys, request: RestartRequest, *guards: 
     """Records that a request was carried out. A later request for the same target stays open; one that was withdrawn
     stays as it is. Raises Fenced when a guard does not hold."""
     def change(raw: bytes | None) -> bytes | None:
-        return RestartRequest.decode(raw).observed(request.generation).encode() if raw else None
+        found = decode_bytes(raw, RestartRequest) if raw else None
+        return raw if found is None else found.observed(request.generation).encode()
 
     etcd.update(keys.restart(request.target), change, guards=guards)

@@ -20,20 +20,18 @@ from elastic_rl.driver.etcd_patience import Stopped, patiently
 from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.driver.stop_window import StopWindow
-from elastic_rl.errors import Conflict, EtcdUnavailable, Fenced, PreflightFailed, SharedDevicesLost
-from elastic_rl.etcd import event_kinds, fencing
+from elastic_rl.errors import EtcdUnavailable, Fenced, PreflightFailed, SharedDevicesLost
+from elastic_rl.etcd import event_kinds, fencing, run_stop
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.records import (
     ENDED_PHASES,
-    WORKING_PHASES,
     Epoch,
     JobStatus,
     RestartRequest,
     Severity,
     ended,
-    stopped_message,
 )
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import processes
@@ -49,8 +47,6 @@ _TICK_S = 0.25
 _REQUESTS_INTERVAL_S = 1.0
 _STOP_GRACE_S = 30.0
 """Time for a driver to shut the compute plane down in order."""
-_RECORD_TRIES = 32
-"""Tries to write the stop between two writes of the actor's, before it counts as a conflict."""
 
 
 class _RunStopped(Exception):
@@ -208,32 +204,16 @@ class DriverSupervisor:
         return ""
 
     def _put_stop(self) -> str:
-        """Writes the stop in one transaction, which also fences the actor off: else it would write that it works. It is
-        conditional on all that it was decided by: what is stopped is the epoch that was read, and no later one. Returns
-        as ``_record_stop``. Raises Fenced where another process carries the job out, Conflict and EtcdUnavailable."""
-        keys = self._keys
-        token = fencing.assigned(ClusterKeys(self._ctx.config.cluster_name), self._ctx.job, self._ctx.assignment)
-        writer = fencing.FencedWriter(self._etcd, keys, lambda: token, f"the assignment of driver/{self._ctx.job}")
-        read = keys.job_status(), keys.epoch(), keys.actor_term()
-        for _ in range(_RECORD_TRIES):
-            found = writer.txn([], [Op.get(key) for key in read])
-            kv, epoch, term = (found.get(key) for key in read)
-            status = readable_one(kv, JobStatus) or JobStatus(phase="")
-            if status.phase in ENDED_PHASES:
-                return status.phase
-            number, holder = epoch.version if epoch else 0, readable_one(epoch, Epoch)
+        """Writes the stop as ``run_stop.put_stop`` does, whose result and errors are this one's, unless another process
+        carries the job out."""
+        def check(number: int, epoch: Epoch | None) -> None:
             if self._epoch not in (None, number) and (
-                    holder is None or holder.holder not in (*self._drivers, fencing.GLOBAL_RESTART)):
+                    epoch is None or epoch.holder not in (*self._drivers, fencing.GLOBAL_RESTART)):
                 raise Fenced(f"epoch {number} of job {self._ctx.job} is another process's")
-            fence, end_term = fencing.next_term(keys, term.version if term else 0, "stop")
-            message = stopped_message(status, committed=status.phase not in WORKING_PHASES)
-            if writer.emit(event_kinds.RUN_STOPPED, self._ctx.job, message, compares=[
-                    fencing.epoch_guard(keys, number), fence,
-                    Compare.mod(keys.job_status(), "==", kv.mod_revision if kv else 0)], ops=[end_term, Op.put(
-                        keys.job_status(), ended(status, "stopped", message, time.time()).encode())]) is not None:
-                log.warning("the run was %s", message)
-                return "stopped"
-        raise Conflict(f"{keys.job_status()} was changed concurrently in each of {_RECORD_TRIES} tries")
+
+        return run_stop.put_stop(fencing.FencedWriter.of_assignment(
+            self._etcd, ClusterKeys(self._ctx.config.cluster_name), self._ctx.job, self._ctx.assignment),
+            self._keys, check)
 
     def _stop_run(self, ends: int) -> None:
         """Ends the run where it is, as the leader does in a crash loop: every version is kept."""

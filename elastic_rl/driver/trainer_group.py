@@ -51,6 +51,7 @@ from elastic_rl.host.address import host_name
 from elastic_rl.host.model_folder import fingerprint
 from elastic_rl.host.stacks import HANG_S
 from elastic_rl.runtime.backoff import doubled_s
+from elastic_rl.runtime.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -163,8 +164,8 @@ class TrainerGroup:
             case GroupState.ENDED:
                 return f"the next start, after {self._budget.count} that failed"
             case _ if self._formation and self._formation.data_parallel < self.ctx.config.trainer.data_parallel:
-                return (f"room for {self.ctx.config.trainer.data_parallel} replicas of the model; it trains with "
-                        f"{self._formation.data_parallel} meanwhile{self._why_unfit()}")
+                return (f"room for {counted(self.ctx.config.trainer.data_parallel, 'replica')} of the model; it trains "
+                        f"with {self._formation.data_parallel} meanwhile{self._why_unfit()}")
             case _:
                 return ""
 
@@ -285,7 +286,7 @@ class TrainerGroup:
         larger = best is not None and best.data_parallel > self._formation.data_parallel
         if not self._is_saved_since(best is not None and bool(drained or larger)) or best is None:
             return ""
-        return f"{drained[0]} is drained" if drained else f"there is room for {best.data_parallel} replicas"
+        return f"{drained[0]} is drained" if drained else f"there is room for {counted(best.data_parallel, 'replica')}"
 
     def _is_saved_since(self, found: bool) -> bool:
         """Whether the newest state was saved since this was called with ``found`` first, and not without it."""
@@ -445,10 +446,11 @@ class TrainerGroup:
             return False
         version = found.version if found else 0
         guard, put = Compare.version(key, "==", version), Op.put(key, record.encode())
-        text = _some([f"{ranks} rank{'s' if ranks > 1 else ''} on {host}" for host, ranks in plan.ranks.items()])
+        text = _some([f"{counted(ranks, 'rank')} on {host}" for host, ranks in plan.ranks.items()])
         written = self._writer([guard], [put]) if not record.reason else self._writer.emit(
             event_kinds.TRAINER_GROUP_EVENTS[self.name].reformed, self.name,
-            f"{record.reason}: the group {self.name} has {plan.data_parallel} replicas of the model now, {text}",
+            f"{record.reason}: the group {self.name} has {counted(plan.data_parallel, 'replica')} of the model now, "
+            f"{text}",
             severity=Severity.WARNING, compares=[guard], ops=[put], formation=version + 1)
         if written:
             self._formation, self._number, self._change = record, version + 1, ""

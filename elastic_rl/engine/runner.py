@@ -185,8 +185,11 @@ class EngineRunner:
 
     def _on_frozen(self, reason: str) -> None:
         """Called in the monitor's thread: the server answers nothing any more, and is killed."""
-        found = self.write_stacks(reason, self._server.pids) if self._server.pids else ""
-        self._server.condemn(f"{reason}; its stacks: {found}" if found else reason)
+        found = ""
+        try:
+            found = self.write_stacks(reason, self._server.pids) if self._server.pids else ""
+        finally:
+            self._server.condemn(f"{reason}; its stacks: {found}" if found else reason)
 
     # -- main loop -------------------------------------------------------------------------------------------------
     def run(self) -> None:

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from grpc import _common
 
 from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable, OutcomeUnknown
 from elastic_rl.etcd.access import Access, MemberChannels
 from elastic_rl.etcd.call_errors import AUTH_IS_OFF, AttemptFailed, Failure, no_answer_hint, refusal, untrusted
 from elastic_rl.etcd.known_members import known_members
+from elastic_rl.etcd.liveness import MemberLife, member_life
 from elastic_rl.etcd.pb import etcd_pb2 as pb
 from elastic_rl.runtime.backoff import backoff_s
 
@@ -30,6 +32,11 @@ _MAX_SIGN_INS = 3
 """Sign-ins of one call: members learn of an auth token, and of changed users, one after the other."""
 PAUSES_S = (0.02, 0.2)
 """First and longest pause between two attempts."""
+STREAM_WAIT_S = 5.0
+# A thread that reads a stream waits for an answer in steps of a tenth of a second, so that a main thread sees its
+# signals (grpc#19464). No main thread of ours reads one, and with a watch or two a thousand idle processes would wake
+# twenty thousand times a second. gRPC has no setting for it; an answer ends the wait at once, whatever the step.
+_common.MAXIMUM_WAIT_TIMEOUT = STREAM_WAIT_S
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,7 @@ class Channels:
         self._known = known_members(self._access.addresses(endpoints), self._access, follow_members_s)
         self.call_timeout_s, self.retry_budget_s = call_timeout_s, retry_budget_s
         self._members = MemberChannels(self._access)
+        self._lives: dict[str, MemberLife] = {}
         self._current = random.choice(self.endpoints)
         self._auth_token: str | None = None if self._access.user else ""
         """Token from etcd, for each call; None: sign in first, empty: etcd asks for none."""
@@ -106,6 +114,12 @@ class Channels:
         """The member to try when this one has failed."""
         endpoints = self.endpoints
         return endpoints[(endpoints.index(member) + 1) % len(endpoints)] if member in endpoints else endpoints[0]
+
+    def life(self, member: str) -> MemberLife:
+        """What this process has heard of a member; a call that is answered is a sign of its life."""
+        if (life := self._lives.get(member)) is None:
+            life = self._lives[member] = member_life(member)
+        return life
 
     def rotate(self, failed: str) -> None:
         """Moves on from a member, unless another thread already did."""
@@ -140,14 +154,14 @@ class Channels:
                 self.sign_out(token)
             raise
 
-    def stream(self, method: Method, requests: Iterator[Any], member: str, *, timeout_s: float | None = None) -> Any:
+    def stream(self, method: Method, requests: Iterator[Any], member: str) -> Any:
         """Opens a bidirectional stream on one member. Raises as ``attempt``, and grpc.RpcError while it is read."""
         token = self._signed_in(member)
         try:
             call = self._members[member].stream_stream(
                 method.path, request_serializer=method.request.SerializeToString,
                 response_deserializer=method.response.FromString)
-            return call(requests, timeout=timeout_s, metadata=_metadata(token))
+            return call(requests, metadata=_metadata(token))
         except ValueError as e:  # what gRPC raises for a closed channel
             raise _closed() from e
 
@@ -234,11 +248,13 @@ class Channels:
             call = self._members[member].unary_unary(
                 method.path, request_serializer=method.request.SerializeToString,
                 response_deserializer=method.response.FromString)
-            return call(request, timeout=timeout_s, metadata=_metadata(token))
+            answer = call(request, timeout=timeout_s, metadata=_metadata(token))
         except grpc.RpcError as e:
             raise AttemptFailed.from_rpc_error(e) from e
         except ValueError as e:
             raise _closed() from e
+        self.life(member).heard(time.monotonic())
+        return answer
 
     def close(self) -> None:
         self.closed.set()

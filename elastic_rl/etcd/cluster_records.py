@@ -331,6 +331,11 @@ class RunStatus(Record):
     """When the phase began, unix seconds."""
     submitted_at: float = 0.0
     """When the job was submitted, as its record has it, unix seconds."""
+    generation: int = 0
+    """Generation of the driver's assignment under which this was written; 0 where no process of the run has."""
+    stop_s: float | None = None
+    """``JobRecord.stop_s`` of this submission, which the record has no more once it is submitted again with another
+    one. None before the run has begun."""
     error: str = ""
     """Kind of the error that ended the run; empty where it has ended otherwise, as in a crash loop."""
     message: str = ""

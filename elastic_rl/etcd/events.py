@@ -12,6 +12,7 @@ from typing import Any
 
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.keys import LeaderKeys
 from elastic_rl.etcd.records import Event, Severity
@@ -47,6 +48,6 @@ def emit(etcd: EtcdClient, keys: LeaderKeys, kind: EventKind, subject: str, mess
 
 
 def recent(etcd: EtcdClient, keys: LeaderKeys, limit: int = 100) -> list[Event]:
-    """The last ``limit`` events, the newest last."""
+    """Those of the last ``limit`` events that can be read, the newest last. Raises EtcdUnavailable."""
     kvs, _ = etcd.range(keys.events_prefix(), limit=limit, newest_first=True)
-    return [Event.decode(kv.value) for kv in reversed(kvs)]
+    return [event for event, _ in readable(reversed(kvs), Event)]

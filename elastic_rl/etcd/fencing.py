@@ -64,6 +64,12 @@ class FencedWriter:
         guards = [epoch_guard(keys, epoch), Compare.version(keys.formation(group), "==", number)]
         return cls(etcd, keys, lambda: guards, f"formation {number} of the group {group} of job {keys.job}")
 
+    @classmethod
+    def of_assignment(cls, etcd: EtcdClient, cluster: ClusterKeys, job: str, generation: int) -> Self:
+        """A writer of who carries a job out, by ``assigned``."""
+        guards = assigned(cluster, job, generation)
+        return cls(etcd, Keys(job), lambda: guards, f"assignment {generation} of {driver_of(job)}")
+
     @property
     def guards(self) -> Sequence[Compare]:
         """The conditions as of now, for a transaction of the caller's. May raise Fenced."""

@@ -8,10 +8,8 @@ import secrets
 import threading
 from typing import Self
 
-import grpc
-
 from elastic_rl.errors import ElasticRLError, EtcdRefused, EtcdUnavailable, LeaseLost
-from elastic_rl.etcd.call_errors import AttemptFailed, Failure
+from elastic_rl.etcd.call_errors import AttemptFailed
 from elastic_rl.etcd.channels import GRANT, KEEPALIVE, REVOKE, Channels
 from elastic_rl.etcd.pb import etcd_pb2 as pb
 from elastic_rl.runtime.clock import boottime_s
@@ -43,18 +41,13 @@ def renew(channels: Channels, lease: int, member: str, *, timeout_s: float) -> i
     """Extends a lease by its time to live, in one attempt on one member; also works while etcd is at its quota.
 
     Returns the seconds that the server grants from now on, 0 when it does not know the lease, None without an answer.
-    Raises as ``Channels.stream``.
+    Raises as ``Channels.attempt``, but AttemptFailed.
     """
     try:
-        call = channels.stream(KEEPALIVE, iter([pb.LeaseKeepAliveRequest(ID=lease)]), member, timeout_s=timeout_s)
-        for answer in call:
-            return int(answer.TTL)
-    except grpc.RpcError as e:
-        if AttemptFailed.from_rpc_error(e).failure is Failure.NOT_SIGNED_IN:
-            channels.sign_out()
+        # A stream of one request and one answer is a call, and takes no thread.
+        return int(channels.attempt(KEEPALIVE, pb.LeaseKeepAliveRequest(ID=lease), member, timeout_s=timeout_s).TTL)
     except AttemptFailed:
-        pass
-    return None
+        return None
 
 
 class KeptLease:

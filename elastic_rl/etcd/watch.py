@@ -15,12 +15,11 @@ import grpc
 from elastic_rl.errors import Compacted, ConfigError, ElasticRLError, EtcdDenied, EtcdUnavailable
 from elastic_rl.etcd.call_errors import AttemptFailed, refusal
 from elastic_rl.etcd.channels import PAUSES_S, WATCH, Channels
+from elastic_rl.etcd.liveness import StreamLife
 from elastic_rl.etcd.pb import etcd_pb2 as pb
 from elastic_rl.etcd.transaction import KeyValue, range_end
 from elastic_rl.runtime.backoff import backoff_s
 
-_LIVENESS_S = 1.0
-"""A member that does not answer a progress request for this long is replaced by another."""
 _MAX_BUFFERED_EVENTS, _MAX_BUFFERED_ANSWERS = 100_000, 1_000
 """Bounds on what is buffered for a slow reader; beyond them the stream is closed and opened again later."""
 
@@ -81,7 +80,8 @@ class Watch:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since etcd last answered. While it serves, it answers at least once a second."""
+        """Seconds since etcd last answered on this watch. While it serves, that is a few seconds at most: ``STREAM_S``
+        and ``ANSWER_S`` of ``liveness``."""
         return time.monotonic() - self._answered_at
 
     def close(self) -> None:
@@ -126,30 +126,30 @@ class Watch:
         # so that neither side of the stream can notice the silence.
         call = self._channels.stream(WATCH, iter(requests.get, None), self._member)
         answers = self._answers = queue.Queue[Any](maxsize=_MAX_BUFFERED_ANSWERS)
-        reader = threading.Thread(target=_read, args=(call, answers), name="watch-read", daemon=True)
+        life = StreamLife(self._channels.life(self._member), time.monotonic())
+        reader = threading.Thread(target=_read, args=(call, answers, life), name="watch-read", daemon=True)
         reader.start()
         try:
-            self._supervise(requests, answers)
+            self._supervise(requests, answers, life, reader)
         finally:
             requests.put(None)
             call.cancel()
 
-    def _supervise(self, requests: queue.SimpleQueue[Any], answers: queue.Queue[Any]) -> None:
-        opened_at, asked_at = time.monotonic(), None
+    def _supervise(self, requests: queue.SimpleQueue[Any], answers: queue.Queue[Any], life: StreamLife,
+                   reader: threading.Thread) -> None:
         while not self._stopping.is_set() and not self._channels.closed.is_set():
             try:
-                answer = answers.get(timeout=_LIVENESS_S / 5)
+                answer = answers.get(timeout=life.due_s(time.monotonic()))
             except queue.Empty:
                 now = time.monotonic()
-                if asked_at is not None and now - asked_at > _LIVENESS_S:
+                if life.is_over(now) or not reader.is_alive():  # it cannot say its end in a queue that was full
                     return
-                if asked_at is None and now - max(opened_at, self._answered_at) > _LIVENESS_S / 2:
+                if life.asks(now):
                     requests.put(pb.WatchRequest(progress_request=pb.WatchProgressRequest()))
-                    asked_at = now
                 continue
             if answer is None:
                 return
-            self._answered_at, asked_at = time.monotonic(), None
+            self._answered_at = time.monotonic()
             if not self._deliver(answer):
                 return
             while self._events.qsize() > _MAX_BUFFERED_EVENTS and not self._stopping.wait(0.05):
@@ -177,9 +177,10 @@ class Watch:
         return True
 
 
-def _read(call: Any, answers: queue.Queue[Any]) -> None:
+def _read(call: Any, answers: queue.Queue[Any], life: StreamLife) -> None:
     with contextlib.suppress(grpc.RpcError, queue.Full):
         for answer in call:
+            life.answered(time.monotonic())
             answers.put_nowait(answer)
     with contextlib.suppress(queue.Full):
         answers.put_nowait(None)

@@ -24,9 +24,10 @@ from typing import Self
 from elastic_rl.errors import ElasticRLError, LeaseLost
 from elastic_rl.etcd import process_state
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.decoding import readable, readable_one
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.leases import KeptLease
+from elastic_rl.etcd.mirror import Mirror
 from elastic_rl.etcd.process_state import ProcessState, Sighting
 from elastic_rl.etcd.records import Evidence, MemberProcess, ProcessFinding, Record, Witness
 from elastic_rl.etcd.transaction import Compare, Op
@@ -96,8 +97,8 @@ class Watched:
 class HostWitness:
     """Watches the members of this machine in a thread, until ``close``.
 
-    It costs a few reads of /proc for each process twice a second, and one small read of etcd a second. Where the
-    kernel does not tell which machine this is, it does nothing.
+    It costs a few reads of /proc for each process twice a second, and a watch of the list of this machine's processes.
+    Where the kernel does not tell which machine this is, it does nothing.
     """
 
     def __init__(self, etcd: EtcdClient, keys: Keys, name: str, *, ttl_s: int,
@@ -108,6 +109,7 @@ class HostWitness:
         self._gone_s, self._stopped_s = ttl_s * 2 / 3, float(ttl_s)
         self._machine = process_state.machine_id()
         self._record = Witness(name=name, machine=self._machine, host=socket.gethostname(), pid=os.getpid())
+        self._listed = Mirror(etcd, keys.processes_prefix(self._machine), lambda kv: readable_one(kv, MemberProcess))
         self._own: list[MemberProcess] = []
         self._watched: dict[Name, Watched] = {}
         self._lease: KeptLease | None = None
@@ -131,6 +133,7 @@ class HostWitness:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_TIMEOUT_S)
+        self._listed.close()
         if self._lease is not None:
             self._lease.close()
 
@@ -186,8 +189,7 @@ class HostWitness:
     def _list(self) -> None:
         """Who is to be watched now. A process that is no longer listed is watched while the leader knows its member:
         its lease may have ended because it is gone, or because it is slow."""
-        kvs, _ = self._etcd.range(self._keys.processes_prefix(self._machine))
-        listed = {(p.role, p.id): p for p, _ in readable(kvs, MemberProcess)}
+        listed = {(p.role, p.id): p for p in self._listed.read(0.0).values()}
         self._watched = merge(self._watched, listed)
         for name in [n for n in self._watched if n not in listed]:
             entry = readable_one(self._etcd.get(self._keys.registry_entry(*name)), _Registered)

@@ -60,8 +60,7 @@ class FaultContext:
         return {e.id for e in self.engines(pool) if e.state is EngineState.READY}
 
     def pool(self, name: str = ROLLOUT_POOL) -> PoolStatus | None:
-        found = self.etcd.get(self.keys.pool_status(name))
-        return PoolStatus.decode(found.value) if found else None
+        return readable_one(self.etcd.get(self.keys.pool_status(name)), PoolStatus)
 
     def router_pid(self, pool: str = ROLLOUT_POOL) -> int:
         """Process id of the router of a pool; 0 when none runs."""

@@ -209,15 +209,17 @@ class ClusterLogs:
 
     def stacks(self, hosts: Iterable[LogHost]) -> tuple[dict[str, list[ProcessStacks]], dict[str, str]]:
         """The stacks of the job's processes on each host, and why those of the others cannot be had, by host."""
-        return self._ask_all(hosts, HostLogs.stacks)
+        return self._ask_all(hosts, HostLogs.stacks, first_s=STACKS_S)
 
-    def _ask_all(self, hosts: Iterable[LogHost], what: Callable[[HostLogs], list[T]]
+    def _ask_all(self, hosts: Iterable[LogHost], what: Callable[[HostLogs], list[T]], *, first_s: float = 0.0
                  ) -> tuple[dict[str, list[T]], dict[str, str]]:
-        found, away, end = dict[str, list[T]](), dict[str, str](), time.monotonic() + _SEARCH_S
+        """``first_s``: how long an ordinary answer may take; hosts that get their turn after that are asked too."""
+        limit_s = first_s + _SEARCH_S
+        found, away, end = dict[str, list[T]](), dict[str, str](), time.monotonic() + limit_s
 
         def ask(host: LogHost) -> tuple[str, list[T] | str]:
             if time.monotonic() > end:
-                return host.name, f"host {host.name} was not asked: others took {_SEARCH_S:g} s to answer"
+                return host.name, f"host {host.name} was not asked: others took {limit_s:g} s to answer"
             try:
                 with self.open(host) as logs:
                     return host.name, what(logs)

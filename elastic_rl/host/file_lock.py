@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import re
+import threading
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,8 +23,13 @@ from elastic_rl.runtime.waiting import wait_until
 READER_S = 5.0
 """Longest wait for a lock that nobody holds for long: one that ``is_held`` has for a moment, or whose holder has been
 killed."""
-_EXCLUSIVE = re.compile(r"^lock:.*\bFLOCK\b.*\bWRITE\b", re.MULTILINE)
+_EXCLUSIVE = re.compile(rb"^lock:.*\bFLOCK\b.*\bWRITE\b", re.MULTILINE)
 """What proc(5)'s fdinfo says of an open file that has the exclusive lock; that of ``is_held`` is READ."""
+_MAX_FOUND = 1024
+_found: dict[tuple[int, int, int], tuple[str, str]] = {}
+"""Where ``holds`` has found a lock last: by pid, and device and inode of the file, the descriptor and what it is linked
+to. A process keeps a lock for its life, so that it need not be searched for at each look."""
+_finding = threading.Lock()
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _OTHER_RUN_DIR = "set a run_dir on a local disk, or mount its file system with locks (NFS: with a lock service; " \
                  "Lustre: -o flock)"
@@ -73,26 +79,45 @@ def require_exclusive(path: Path) -> None:
 def holders(path: Path) -> list[int]:
     """Pids of this user's processes on this machine, other than this one, that have the exclusive lock of a file."""
     target = str(path.resolve())
-    return [pid for pid in sorted(psutil.pids()) if pid != os.getpid() and _holds(pid, target)]
+    return [pid for pid in sorted(psutil.pids()) if pid != os.getpid() and _locked_by(pid, target)]
 
 
 def holds(pid: int, path: Path) -> bool:
     """Whether a process of this user has the exclusive lock of a file, and not merely has it open."""
-    return _holds(pid, str(path.resolve()))
-
-
-def _holds(pid: int, target: str) -> bool:
     try:
-        return any(_locks(pid, fd, target) for fd in os.listdir(f"/proc/{pid}/fd"))
-    except OSError:  # it has ended, or is another user's
+        file = os.stat(path)
+    except OSError:  # a file that was deleted is no longer at this path, whoever has its lock
         return False
+    key = pid, file.st_dev, file.st_ino
+    known = _found.get(key)
+    if known is not None and _locks(pid, *known):
+        return True
+    target = str(path.resolve())
+    fd = _locked_by(pid, target)
+    with _finding:
+        _found.pop(key, None)
+        if fd:
+            if len(_found) >= _MAX_FOUND:  # those that nobody asks for any more; the others are found again
+                _found.clear()
+            _found[key] = fd, target
+    return bool(fd)
+
+
+def _locked_by(pid: int, target: str) -> str:
+    """The descriptor by which a process has the lock of the file at ``target``; empty where it has it not."""
+    try:
+        return next((fd for fd in os.listdir(f"/proc/{pid}/fd") if _locks(pid, fd, target)), "")
+    except OSError:  # it has ended, or is another user's
+        return ""
 
 
 def _locks(pid: int, fd: str, target: str) -> bool:
     """Whether an open file of a process is the one at ``target``, with the lock. Other files are not touched: one may
     be on a file system that does not answer."""
     try:
-        return os.readlink(f"/proc/{pid}/fd/{fd}") == target and bool(
-            _EXCLUSIVE.search(Path(f"/proc/{pid}/fdinfo/{fd}").read_text(encoding="utf-8")))
+        if os.readlink(f"/proc/{pid}/fd/{fd}") != target:
+            return False
+        with open(f"/proc/{pid}/fdinfo/{fd}", "rb", buffering=0) as info:
+            return bool(_EXCLUSIVE.search(info.read()))
     except OSError:  # closed meanwhile
         return False

@@ -29,12 +29,12 @@ from pydantic import ValidationError
 
 from elastic_rl import errors
 from elastic_rl.config import Config
-from elastic_rl.errors import ConfigError, Conflict, ElasticRLError, EtcdUnavailable
-from elastic_rl.etcd import fencing, job_settings
+from elastic_rl.errors import ConfigError, Conflict, ElasticRLError, EtcdUnavailable, Fenced
+from elastic_rl.etcd import fencing, job_settings, run_stop
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import JobPhase, JobRecord, JobState, RunStatus, driver_of
 from elastic_rl.etcd.decoding import decode_bytes, readable, readable_one
-from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.record import Record
 from elastic_rl.etcd.transaction import Compare, Op
 from elastic_rl.host.paths import JobPaths
@@ -205,6 +205,14 @@ class RunReading:
         return self.ended and not self.alive
 
     @property
+    def stop_s(self) -> float:
+        """Seconds that its process may take to commit what it has trained when it is stopped: also that of the
+        submission before, which may still be at it. 0 where there is none."""
+        if self.status is not None and not self.status.phase.ended and self.status.stop_s is not None:
+            return self.status.stop_s
+        return self.record.stop_s if self.record is not None else 0.0
+
+    @property
     def submitted_at(self) -> float:
         """Unix seconds; 0 where there is no run."""
         return self.record.submitted_at if self.record is not None else self.status.submitted_at if self.status else 0.0
@@ -357,6 +365,7 @@ class JobRun:
                 return raw or b""
             return status.encode()
 
+        status = status.replace(generation=generation)
         etcd.update(self._keys.run_status(self._job), change,
                     guards=fencing.assigned(self._keys, self._job, generation))
         self.save_copy(status)
@@ -367,20 +376,21 @@ class JobRun:
             replace_file(self._paths.run_status, status.encode(), private=True, durable=True)
 
     def end_with_cluster(self, etcd: EtcdClient) -> None:
-        """Writes that the run has stopped, if its process was on this host when the cluster was taken down: what it had
-        not committed has ended with it, so that nothing is to be started for that. Raises EtcdUnavailable and Conflict.
-        """
-        before = self._copy()
-        if before is None or before.phase.ended or self.pid:
+        """Writes the end of a run whose process was on this host when the cluster was taken down, and that nobody has
+        been assigned since: the end that the process has left here because etcd did not answer, else that the run was
+        stopped. What it had not committed has ended with the cluster, so that nothing is to be started for that. Raises
+        EtcdUnavailable and Conflict."""
+        seen = self._copy()
+        if seen is None or not seen.generation or self.pid:
             return
-        status = stopped(before, "stopped with its cluster")
-
-        def change(raw: bytes | None) -> bytes | None:
-            newest = decode_bytes(raw, RunStatus) if raw is not None else None
-            return status.encode() if newest == before else raw  # else another host has carried it out since
-
-        if etcd.update(self._keys.run_status(self._job), change) == status.encode():
-            self.save_copy(status)
+        newest = readable_one(etcd.get(self._keys.run_status(self._job)), RunStatus)
+        if newest is None or newest.submission != seen.submission or newest.phase.ended:
+            return
+        writer = fencing.FencedWriter.of_assignment(etcd, self._keys, self._job, seen.generation)
+        with contextlib.suppress(Fenced):  # another host carries it out, or nobody is to
+            if newest.phase is JobPhase.RUNNING:  # first, as its process does it: a run that has ended is left alone
+                run_stop.put_stop(writer, Keys(self._job))
+            self.save(etcd, seen if seen.phase.ended else stopped(seen, "stopped with its cluster"), seen.generation)
 
     def _copy(self) -> RunStatus | None:
         """None where there is none, or a damaged one."""

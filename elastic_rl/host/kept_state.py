@@ -171,7 +171,8 @@ def commands(cfg: Config) -> Iterator[tuple[str, str]]:
             yield "resume", f"{up}elastic-rl train {options(cfg)}"
     elif can_continue(cfg) or (_external_etcd(cfg) and keeps_versions(cfg)):
         yield "resume", f"elastic-rl train --with-cluster {options(cfg)}"
-        yield "export", f"elastic-rl up {options(cfg)} && elastic-rl versions export policy OUT {options(cfg)}"
+        if cfg.uses_trainer:
+            yield "export", f"elastic-rl up {options(cfg)} && elastic-rl versions export policy OUT {options(cfg)}"
     yield "delete", f"{up}elastic-rl down --purge {options(cfg)}"
 
 

@@ -1126,8 +1126,7 @@ class Cluster:
             with self.etcd(self.connect()) as etcd:
                 wanted = self.run.withdraw(etcd)
                 if wanted or self.run.read_from(etcd).stopping:
-                    record = self.run.read_from(etcd).record
-                    commit_s = record.stop_s if record is not None else 0.0
+                    commit_s = self.run.read_from(etcd).stop_s
                     self._say(f"stopping the run of job {self.cfg.job}: it commits what it has trained, which may take "
                               f"{commit_s:g} s")
                     with contextlib.suppress(DeadlineExceeded):
@@ -1147,13 +1146,13 @@ class Cluster:
         try:
             with self.etcd(self.connect(), retry_budget_s=_WITHDRAW_S) as etcd:
                 self.run.withdraw(etcd)
-                record = self.run.read_from(etcd).record
+                reading = self.run.read_from(etcd)
         except (ConfigError, Conflict, EtcdUnavailable, PreflightFailed) as e:
             commit_s = self._stop_timeout_s()
             self._say(f"warning: that job {self.cfg.job} is stopped cannot be recorded: {e.message}; its run commits "
                       f"what it has trained if etcd answers within {commit_s:g} s")
             return commit_s
-        return record.stop_s if record is not None else self._stop_timeout_s()
+        return reading.stop_s if reading.record is not None else self._stop_timeout_s()
 
     def _stop_timeout_s(self) -> float:
         """``trainer.stop_timeout_s`` of the run, by the settings in the job's folder: this object may have been made by

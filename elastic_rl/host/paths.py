@@ -262,6 +262,11 @@ class JobPaths:
         return self.folder / "kept_steps"
 
     @property
+    def only_train(self) -> Path:
+        """Folder of the last ``train --only train``: its metrics and the logs of its ranks."""
+        return self.folder / "only-train"
+
+    @property
     def profiles(self) -> Path:
         """Folder of the profiles of steps (``trainer.profile_steps``)."""
         return self.folder / "profiles"

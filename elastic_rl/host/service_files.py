@@ -29,6 +29,7 @@ SERVICE_FILE_ENV = "ELASTIC_RL_SERVICE_FILE"
 (``processes.sweep``)."""
 
 
+_SUFFIX = ".json"
 _NODE_PREFIX, _RAY_WORKER_PREFIX = "dcs-", "ray-worker-"
 """Prefixes of services that are for one job, with whose name theirs end."""
 
@@ -104,9 +105,17 @@ class ServiceFiles:
             _write(file, url, generation, pid=child.pid)
             return child.pid
 
+    def names(self) -> list[str]:
+        """Names of every service that was started and not forgotten, in order. No process is looked at."""
+        try:
+            found = os.listdir(self.folder)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return []
+        return sorted(name.removesuffix(_SUFFIX) for name in found if name.endswith(_SUFFIX))
+
     def all(self) -> list[ServiceRecord]:
         """Every service that was started and not forgotten, by name."""
-        return [record for path in sorted(self.folder.glob("*.json")) if (record := self.get(path.stem))]
+        return [record for name in self.names() if (record := self.get(name))]
 
     def running(self) -> list[ServiceRecord]:
         return [record for record in self.all() if record.running]
@@ -141,7 +150,7 @@ class ServiceFiles:
         self._path(name).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        for path in (*self.folder.glob("*.json"), *self.folder.glob("*.complete")):  # ``RayNode.is_complete``
+        for path in (*map(self._path, self.names()), *self.folder.glob("*.complete")):  # ``RayNode.is_complete``
             path.unlink(missing_ok=True)
 
     def end_leftovers(self, name: str) -> None:
@@ -158,7 +167,7 @@ class ServiceFiles:
         return str(self._path(name))
 
     def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.json"
+        return self.folder / f"{name}{_SUFFIX}"
 
 
 def _make(path: str, flags: int) -> int:
@@ -199,7 +208,7 @@ def _read(file: IO[bytes]) -> ServiceRecord:
         values = json.loads(first)
         generation = int(values["generation"])
         return ServiceRecord("", str(values["url"]), int(values["pid"]), generation=generation,
-                             completed=_completed(generation) in added)
+                             completed=bool(added) and _completed(generation) in added)
     except (ValueError, TypeError, KeyError):
         return ServiceRecord("")
 

@@ -29,12 +29,15 @@ import psutil
 
 from elastic_rl.config import JOB_NAME, Config
 from elastic_rl.errors import ConfigError, PreflightFailed
+from elastic_rl.etcd import process_state
 from elastic_rl.etcd.cluster_records import job_of_driver
+from elastic_rl.etcd.process_state import ProcessState
 from elastic_rl.etcd.record import Record
 from elastic_rl.host import processes
 from elastic_rl.host.here import heartbeats_here
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.host.service_files import ServiceFiles, job_of_service
+from elastic_rl.runtime.abandonable import AbandonableCalls
 from elastic_rl.runtime.files import delete_oldest, replace_file
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,8 @@ ALL_S = 30.0
 """Once the stacks of a host have taken so long, no further process is begun."""
 HANG_S = 4.0
 """Longest time for the stacks of what hangs, which is ended after that; processes not begun by then are left out."""
+_HANG_LIMIT_S = HANG_S + 2.0
+"""Longest time until the file of what hangs is written. It is ended then."""
 MAX_FILES = 20
 """So many of the files that are written when something hangs are kept; the oldest are deleted."""
 _AT_ONCE = 4
@@ -96,18 +101,21 @@ def of_job(cfg: Config, job: str) -> list[Named]:
     if not re.fullmatch(JOB_NAME, job):
         raise ConfigError(f"{job!r} is no name of a job", hint="`elastic-rl jobs` lists them")
     cluster, paths = ClusterPaths.of(cfg), JobPaths.of(cfg.model_copy(update={"job": job}))
+    agents = {record.pid: record.name for record in ServiceFiles(cluster.agents).running()}
     names = dict[int, str]()
-    for folder in (cluster.agents, cluster.services, paths.compute_services):
+    for folder in (cluster.services, paths.compute_services):
         names |= {record.pid: record.name for record in ServiceFiles(folder).running()
                   if job_of_service(record.name) in ("", job)}
     names |= {record.pid: service for record in ServiceFiles(cluster.singletons).running()
               if job_of_driver(service := unquote(record.name)) == job}
     with contextlib.suppress(OSError):
         names |= {file.pid: f"{file.beat.role}/{file.beat.id}"
-                  for file in heartbeats_here(cfg.model_copy(update={"job": job})).contents().files}
+                  for file in heartbeats_here(cfg.model_copy(update={"job": job})).contents().files
+                  if process_state.look_at(file.pid, file.started).state is not ProcessState.GONE}
     roots = {*names, *(process.pid for process in processes.marked(str(paths.private.resolve())))} - {0}
-    found = [Named(pid, names.get(pid, "")) for pid in _with_descendants(roots)]
-    return sorted(found, key=lambda process: (not process.name, process.name, process.pid))[:MAX_PROCESSES]
+    names |= agents  # without what descends from them, which are the parts of all jobs
+    found = [Named(pid, names.get(pid, "")) for pid in _with_descendants(roots) | (agents.keys() - {0})]
+    return sorted(found, key=lambda process: (not process.name, process.name, process.pid))
 
 
 def tree(pids: Iterable[int], name: str) -> list[Named]:
@@ -152,15 +160,18 @@ _PY_SPY = "py-spy"
 
 def read_all(found: Sequence[Named], *, limit_s: float = ALL_S) -> list[ProcessStacks]:
     """The stacks of processes, in their order, within about ``limit_s`` + ``PROCESS_S`` seconds; of those that have
-    ended meanwhile there are none. Raises PreflightFailed where py-spy is not installed."""
+    ended meanwhile there are none. One entry stands for all beyond ``MAX_PROCESSES``. Raises PreflightFailed where
+    py-spy is not installed."""
     program, end = _py_spy(), time.monotonic() + limit_s
 
     def read(process: Named) -> ProcessStacks | None:
         left_s = end - time.monotonic()
         return _read(program, process, min(left_s, PROCESS_S) if left_s > 0 else 0.0)
 
+    left = len(found) - MAX_PROCESSES
+    more = [ProcessStacks(pid=0, name="", program="further processes", error=f"{left} are not read")] * (left > 0)
     with ThreadPoolExecutor(_AT_ONCE, "stacks") as pool:
-        return [stacks for stacks in pool.map(read, found) if stacks is not None]
+        return [*(stacks for stacks in pool.map(read, found[:MAX_PROCESSES]) if stacks is not None), *more]
 
 
 def _py_spy() -> str:
@@ -241,17 +252,26 @@ def write_of_hang(folder: Path, part: str, pids: Iterable[int], why: str) -> Pat
     a few seconds; None where that could not be done: what hangs is to be ended in any case. Call it before it is ended.
     """
     try:
-        found = read_all(tree(pids, part), limit_s=HANG_S)
-        folder.mkdir(parents=True, exist_ok=True)
-        now = time.time()
-        name = "".join(c if c.isalnum() or c in "-_" else "_" for c in part)
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
-        path = folder / f"{stamp}.{int(now * 1000) % 1000:03d}-{name}.txt"
-        head = f"{why}\n{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(now))} UTC\n"
-        denied = f"{HOW_TO_PERMIT}\n" if any(stacks.is_denied for stacks in found) else ""
-        replace_file(path, "\n".join([head + denied, *map(shown, found)]).encode(errors="replace"), private=True)
-        delete_oldest(folder, "*.txt", MAX_FILES)
-        return path
-    except (OSError, PreflightFailed, psutil.Error) as e:
+        return _HANG_CALLS.begin(lambda: _write_of_hang(folder, part, pids, why)).result(
+            every_s=_HANG_LIMIT_S, limit_s=_HANG_LIMIT_S)
+    except Exception as e:  # whatever it is, the caller has to end what hangs
         log.warning("the stacks of %s, which hangs, are not written: %s", part, e)
         return None
+
+
+_HANG_CALLS = AbandonableCalls("stacks-of-hang", 4)
+"""Reads of /proc and py-spy itself wait without a limit for a process that waits for a device."""
+
+
+def _write_of_hang(folder: Path, part: str, pids: Iterable[int], why: str) -> Path:
+    found = read_all(tree(pids, part), limit_s=HANG_S)
+    folder.mkdir(parents=True, exist_ok=True)
+    now = time.time()
+    name = "".join(c if c.isalnum() or c in "-_" else "_" for c in part)
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    path = folder / f"{stamp}.{int(now * 1000) % 1000:03d}-{name}.txt"
+    head = f"{why}\n{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(now))} UTC\n"
+    denied = f"{HOW_TO_PERMIT}\n" if any(stacks.is_denied for stacks in found) else ""
+    replace_file(path, "\n".join([head + denied, *map(shown, found)]).encode(errors="replace"), private=True)
+    delete_oldest(folder, "*.txt", MAX_FILES)
+    return path

@@ -14,7 +14,7 @@ from elastic_rl.config import ENVIRONMENT, Config, PoolSettings
 from elastic_rl.config.checks import unread_settings
 from elastic_rl.config.groups import CRITIC
 from elastic_rl.data.model_tokenizer import ModelTokenizer
-from elastic_rl.data.samples import Prompt, as_episode, demonstration
+from elastic_rl.data.samples import Prompt, Sample, Segment, as_episode, demonstration
 from elastic_rl.data.sources import CheckedSource, make_source, read_prompts
 from elastic_rl.driver.formation import least_ranks
 from elastic_rl.engine.own_generate import OwnGenerate, make_generate
@@ -31,6 +31,7 @@ from elastic_rl.plugins.user_code import MAX_NAME, describe, is_name, plain, tex
 from elastic_rl.rewards.base import Decode, RewardAway, RewardFn, call_limit_s, plain_rewards
 from elastic_rl.rewards.own import close_filter, named_filter
 from elastic_rl.rewards.registry import close_reward, make_reward
+from elastic_rl.runtime.words import counted
 
 _READ = 16
 """Prompts of each set that are read, spread over it."""
@@ -56,12 +57,13 @@ _SHOWN = 200
 @dataclass(frozen=True)
 class JobFinding:
     """What was found of one part of a job. ``fault``: what is wrong; "" for nothing. ``hint``: what to do, or what to
-    look at where there is no fault."""
+    look at where there is no fault. ``skipped``: the part was not examined, and ``detail`` says why."""
 
     part: str
     detail: str = ""
     fault: str = ""
     hint: str = ""
+    skipped: bool = False
 
 
 def require(cfg: Config, *, begun: bool = False, goes_on: bool = False) -> list[JobFinding]:
@@ -79,7 +81,7 @@ def require(cfg: Config, *, begun: bool = False, goes_on: bool = False) -> list[
 
 def check(cfg: Config) -> Iterator[JobFinding]:
     """A finding for each part of the job, as it is examined. Prompts are read, and the reward is asked what the data's
-    own answers are worth."""
+    own answers are worth, and what is no answer."""
     usable = plays = True
     for found in _plug_ins(cfg):
         usable &= not (found.part == "reward" and found.fault)
@@ -115,7 +117,7 @@ def _plug_ins(cfg: Config) -> Iterator[JobFinding]:
 
     def algorithm() -> str:
         algorithm_of(cfg)
-        return cfg.algorithm.name if cfg.mode == "rl" else "not used"
+        return cfg.algorithm.name if cfg.makes_batches else "not used"
 
     def filters() -> str:
         names = []
@@ -167,7 +169,7 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
             return f"a small one of the family {cfg.model.family}, made from the seed"
         facts = model_folder.read(Path(cfg.model.path).expanduser())
         arch = facts.arch
-        return f"{cfg.model.path}: {arch.layers} layers, hidden size {arch.hidden}, {arch.vocab} tokens"
+        return f"{cfg.model.path}: {counted(arch.layers, 'layer')}, hidden size {arch.hidden}, {arch.vocab} tokens"
 
     def data() -> str:
         nonlocal source
@@ -185,7 +187,7 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
             rejection_groups(cfg, source)
         made(source)
         sets = ", ".join(f"{len(prompts)} in {name}" for name, prompts in source.evals.items())
-        trained = f"{len(source.train)} prompts to train on, " if cfg.uses_training_prompts else ""
+        trained = f"{counted(len(source.train), 'prompt')} to train on, " if cfg.uses_training_prompts else ""
         return (f"{cfg.data.source}: {trained}to evaluate {sets}; prompts of up to "
                 f"{source.max_prompt_tokens} tokens, responses of up to {source.max_response_tokens}")
 
@@ -194,7 +196,7 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
         arch = critic_arch = model_folder.require_critic(cfg)
         if cfg.critic.model:
             _require_same_tokens("critic.model", Path(cfg.critic.model).expanduser(), cfg)
-        size = "the policy's shape" if arch is None else f"{arch.layers} layers, hidden size {arch.hidden}"
+        size = "the policy's shape" if arch is None else f"{counted(arch.layers, 'layer')}, hidden size {arch.hidden}"
         return f"{size}; ranks of its own: {cfg.of_group(CRITIC).trainer.ranks}"
 
     found = _finding("model", model)
@@ -214,7 +216,7 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
         arch = facts.arch
         yield _finding("checkpoints", lambda: _capacity(cfg, arch))
     if found.fault and cfg.data.source != "addition":
-        yield JobFinding("data", "not examined: it may need the model's tokenizer")
+        yield JobFinding("data", "not examined: it may need the model's tokenizer", skipped=True)
     else:
         yield _finding("data", data)
         if source is not None:
@@ -259,7 +261,7 @@ def _pool(pool: PoolSettings) -> str:
         tensor_parallel(pool.engine.extra_args)
     except ConfigError as e:
         raise ConfigError(f"pools.{pool.name}.{e.message}", hint=e.hint) from e
-    return f"{pool.engines} engine{'' if pool.engines == 1 else 's'} with {pool.model_dir}, a {kind} model"
+    return f"{counted(pool.engines, 'engine')} with {pool.model_dir}, a {kind} model"
 
 
 def _require_room(cfg: Config, longest: int) -> None:
@@ -380,7 +382,7 @@ def _of_memory(cfg: Config, source: CheckedSource) -> Iterator[JobFinding]:
     samples, longest = (cfg.train.prompts_per_step * cfg.train.group_size,
                         source.max_prompt_tokens + source.max_response_tokens)
     if (size := samples * longest * _HELD_TOKEN_BYTES) > _MUCH_MEMORY:
-        yield JobFinding("memory", f"{samples} samples of a step, of up to {longest} tokens each: up to "
+        yield JobFinding("memory", f"{counted(samples, 'sample')} of a step, of up to {longest} tokens each: up to "
                          f"{size / (1 << 30):.0f} GiB in the actor",
                          hint="the actor's host needs as much, or set train.schedule=fully_async and train.queue="
                               "transfer_queue, with which tokens do not stay in the actor")
@@ -477,12 +479,13 @@ def _of_environment(cfg: Config, source: CheckedSource) -> JobFinding:
 
 
 def _of_reward(cfg: Config, source: CheckedSource) -> JobFinding:
-    """What the reward gives for the data's own answers. 0 for each may show a wrong column or reward, or only that a
-    response must have more than the answer; so it is no fault."""
-    hint = ""
+    """What the reward gives for the data's own answers, for an empty response, and for one that is wrong. 0 for each of
+    the answers, or as much for what is wrong, may show a wrong column or reward, or only that a response must have more
+    than the answer; so it is no fault. One that raises for any of them is."""
+    hint, skipped = "", False
 
     def examine() -> str:
-        nonlocal hint
+        nonlocal hint, skipped
         first = _first_prompts(cfg, source)
         prompts = [p for p in first if p.answer_ids]
         decode = decoder(source)
@@ -491,30 +494,53 @@ def _of_reward(cfg: Config, source: CheckedSource) -> JobFinding:
             if callable(check := getattr(reward, "check", None)):
                 for prompt in first:
                     check(prompt)
-            if not prompts:
-                return "not tried: the data have no answers"
-            if cfg.rollout.reward == ENVIRONMENT:
+            skipped = cfg.rollout.reward == ENVIRONMENT
+            if skipped:
                 return "not tried: it is what the environment says of an episode"
-            values = asyncio.run(_rewards(cfg, reward, prompts, decode))
+            right = asyncio.run(_rewards(cfg, reward, decode, [(p, demonstration(p)) for p in prompts],
+                                         "the data's own answer"))
+            [empty] = asyncio.run(_rewards(cfg, reward, decode, [(first[0], Sample((Segment(()),)))],
+                                           "an empty response"))
+            asked, wrong_ids, what = _wrong_response(prompts or first)
+            [wrong] = asyncio.run(_rewards(cfg, reward, decode, [(asked, Sample((Segment(wrong_ids),)))], what))
         except RewardAway as e:
+            skipped = True
             return f"not tried: {e.message}"
         finally:
             close_reward(reward)
-        if max(values) <= 0:
+        if right and max(right) <= 0:
             hint = "compare the data's answers with what rollout.reward expects of a response"
-        elif cfg.mode == "rl" and cfg.train.stop_eval_accuracy is not None and max(values) > 1:
+        elif right and max(empty, wrong) >= max(right):
+            hint = (f"{'an empty response' if empty >= wrong else what} is worth as much as a right one: see whether "
+                    "the reward reads the answer")
+        elif right and cfg.mode == "rl" and cfg.train.stop_eval_accuracy is not None and max(right) > 1:
             hint = (f"RL stops at a mean reward of train.stop_eval_accuracy={cfg.train.stop_eval_accuracy:g}: set it "
                     "for rewards of this scale, or to null")
-        return f"the data's own answers get {', '.join(f'{value:g}' for value in values)}"
+        got = f"the data's own answers get {', '.join(f'{value:g}' for value in right)}" if right else (
+            "the data have no answers")
+        return f"{got}; an empty response gets {empty:g}, {what} {wrong:g}"
 
-    found = _finding(_REWARD_OF_ANSWERS, examine)
+    found = replace(_finding(_REWARD_OF_ANSWERS, examine), skipped=skipped)
     return replace(found, hint=hint) if hint else found
 
 
-async def _rewards(cfg: Config, reward: RewardFn, prompts: Sequence[Prompt], decode: Decode | None) -> list[float]:
+def _wrong_response(prompts: Sequence[Prompt]) -> tuple[Prompt, tuple[int, ...], str]:
+    """A prompt with the tokens of a response to it that is wrong, and what that is: the answer of another prompt; where
+    all have the same answer, or none, the prompt itself."""
+    first = prompts[0]
+    other = next((p for p in prompts if p.answer_ids and p.answer_ids != first.answer_ids), None)
+    if other is not None and other.answer_ids is not None:
+        return first, tuple(other.answer_ids), "another prompt's answer"
+    return first, tuple(first.token_ids), "the prompt in place of a response"
+
+
+async def _rewards(cfg: Config, reward: RewardFn, decode: Decode | None, tried: Sequence[tuple[Prompt, Sample]],
+                   what: str) -> list[float]:
+    """What the reward gives for responses to prompts, each alone. ``what``: what they are, for errors. Raises
+    PluginFailed and RewardAway."""
     limit_s, values = call_limit_s(reward, cfg.rollout.reward_timeout_s, 1), []
-    for prompt in prompts:
-        sample = as_episode(demonstration(prompt))
+    for prompt, response in tried:
+        sample = as_episode(response)
         if decode is not None:
             sample = replace(sample, text=decode(sample.response_ids))
         try:
@@ -526,12 +552,13 @@ async def _rewards(cfg: Config, reward: RewardFn, prompts: Sequence[Prompt], dec
         except (TimeoutError, CallLost) as e:
             own = limit_s > cfg.rollout.reward_timeout_s
             limit = f"{limit_s:g} s" if own else f"rollout.reward_timeout_s={limit_s:g}"
-            raise PluginFailed(f"rollout.reward={cfg.rollout.reward} took longer than {limit} for the data's own "
-                               "answer, or ended its process",
-                               hint="raise rollout.reward_timeout_s, or correct the reward") from e
+            raise PluginFailed(f"rollout.reward={cfg.rollout.reward} took longer than {limit} for {what}, or ended its "
+                               "process", hint="raise rollout.reward_timeout_s, or correct the reward") from e
         except BaseException as e:  # whatever a user's function raises
             text = text_of(e) if isinstance(e, PluginFailed) else describe(e)
-            raise PluginFailed(f"rollout.reward={cfg.rollout.reward} failed for the data's own answer: {text}") from e
+            raise PluginFailed(f"rollout.reward={cfg.rollout.reward} failed for {what}: {text}",
+                               hint="correct the reward: a model may write anything, also nothing, and each response "
+                               "gets a number") from e
     return values
 
 

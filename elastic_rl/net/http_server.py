@@ -22,6 +22,8 @@ from elastic_rl.net.http_connections import Acceptor, Connection, Limits
 from elastic_rl.net.request_bounds import HEADER_BYTES, REQUEST_LOG, UnreadBody, header_size, refusal
 
 _UNACKNOWLEDGED_MS = 30_000
+_DATE_S = 1.0
+"""How often the ``Date`` of answers is renewed."""
 
 
 def listening_socket(host: str, port: int, *, backlog: int, reuses_address: bool = False) -> socket.socket:
@@ -63,6 +65,8 @@ class HttpServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, limits: Limits, request_timeout_s: float) -> None:
         """``request_timeout_s``: within which a TLS handshake must end, and the headers of a request, and the rest of a
         body that nobody reads, must have arrived."""
+        self._should_exit = False
+        self._exits: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         super().__init__(config)
         self._limits, self._request_timeout_s = limits, request_timeout_s
 
@@ -71,6 +75,28 @@ class HttpServer(uvicorn.Server):
         self.servers = [Acceptor(listener, self._make_protocol, self._limits, self.config.ssl,  # type: ignore[misc]
                                  self._request_timeout_s) for listener in sockets or []]
         self.started = True
+
+    @property  # type: ignore[override]
+    def should_exit(self) -> bool:
+        """Whether the server is to end. Any thread may set it."""
+        return self._should_exit
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        self._should_exit = value
+        if value and (exits := self._exits) is not None:
+            loop, event = exits
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(event.set)
+
+    async def main_loop(self) -> None:
+        """Waits for ``should_exit``; uvicorn's own looks at it ten times a second, and an idle server at nothing else.
+        """
+        event = asyncio.Event()
+        self._exits = asyncio.get_running_loop(), event
+        while not await self.on_tick(0):  # 0: a tick at which the date is renewed
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), _DATE_S)
 
     def _make_protocol(self, connection: Connection) -> asyncio.Protocol:
         return _Protocol(self.config, self.server_state, connection, self._request_timeout_s)

@@ -16,8 +16,8 @@ from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.schedule import Lost
-from elastic_rl.pipeline.stages.base import Stages
-from elastic_rl.pipeline.stages.rl import RlStages, RoleCalls
+from elastic_rl.pipeline.stages.base import RoleCalls, Stages
+from elastic_rl.pipeline.stages.rl import RlStages
 from elastic_rl.pipeline.stages.sampled import SampledStages
 from elastic_rl.pipeline.stages.sft import SftStages
 from elastic_rl.pipeline.stages.term import ActorTerm

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elastic_rl.errors import ConfigError
+from elastic_rl.runtime.words import counted
 
 T = TypeVar("T")
 
@@ -115,7 +116,7 @@ def call_fault(found: object, arguments: int, *, asynchronous: bool) -> str:
     try:
         inspect.signature(found).bind(*[None] * arguments)
     except TypeError:
-        return f"a function that does not take {arguments} argument{'' if arguments == 1 else 's'}"
+        return f"a function that does not take {counted(arguments, 'argument')}"
     except ValueError:  # it has no signature: it is not written in Python
         pass
     return ""

@@ -39,6 +39,11 @@ MAX_MEMORY_MB = 1 << 24
 """More than any machine has, and less than what a limit of the kernel holds."""
 
 
+_ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+"""Libraries of numbers reserve address space for each thread, by default one a CPU: on a machine with many of them the
+imports alone would pass the limit of a worker."""
+
+
 class CallGivenUp(PluginFailed):
     """The worker was killed since the call took too long, or it died of the call. The next call gets another one."""
 
@@ -229,7 +234,7 @@ class _Worker:
                 self._process = sandbox.start([*arguments, "sandboxed"], other.fileno()) if sandbox else start_child(
                     [sys.executable, *arguments], pass_fds=(other.fileno(),), stdin=subprocess.DEVNULL,
                     stdout=2, env={  # what it prints goes to the log of this process
-                        **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0",
+                        **os.environ, **_ONE_THREAD, "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0",
                         "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
             except OSError as e:
                 self._connection.close()

@@ -15,6 +15,7 @@ from elastic_rl.report import charts
 from elastic_rl.report.build import effective_steps, percentile, sft_evaluations, version_lags
 from elastic_rl.report.curves import curves
 from elastic_rl.runtime.files import replace_file
+from elastic_rl.runtime.words import counted
 
 _TILES = 6
 """Evaluation sets that have a tile; the table has all."""
@@ -168,7 +169,7 @@ def _rl_tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("groups lost / twice", f"{report['groups_lost']} / {report['groups_duplicated']}",
          f"staleness at most {report['staleness_max']}"),
         ("faults healed", f"{healed} of {len(faults)}" if faults else "none injected",
-         f"{report['steps_redone']} steps done again"),
+         f"{counted(report['steps_redone'], 'step')} done again"),
     ]
 
 

@@ -25,6 +25,7 @@ from elastic_rl.plugins.user_code import plain
 from elastic_rl.rewards.base import Reward, RewardContext, gold_answers, rounds
 from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.runtime.json_values import json_fault
+from elastic_rl.runtime.words import counted
 
 _RETRY_S = (0.2, 5.0)
 _BUSY = {408, 425, 429, 500, 502, 503, 504}
@@ -220,7 +221,8 @@ class Remote:
         except (ValueError, TypeError, KeyError, AttributeError) as e:
             raise PluginFailed(f'the service answers no {{"rewards": [NUMBER, …]}}: {_shown(answer)}') from e
         if len(found) != expected:
-            raise PluginFailed(f"the service answers {len(found)} rewards for {expected} samples")
+            raise PluginFailed(f"the service answers {counted(len(found), 'reward')} for "
+                               f"{counted(expected, 'sample')}")
         return found
 
 

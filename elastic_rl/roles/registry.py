@@ -9,8 +9,7 @@ ROLES: dict[str, RoleSpec] = {
     for spec in (
         RoleSpec("rollout", "elastic_rl.roles.rollout:RolloutRole", lambda cfg: cfg.uses_engines,
                  max_ongoing_requests=4128),
-        RoleSpec("advantages", "elastic_rl.roles.advantages:AdvantagesRole",
-                 lambda cfg: cfg.uses_engines and cfg.uses_trainer),
+        RoleSpec("advantages", "elastic_rl.roles.advantages:AdvantagesRole", lambda cfg: cfg.makes_batches),
         RoleSpec("genrm", "elastic_rl.roles.genrm:GenRmRole",
                  lambda cfg: cfg.uses_engines and "genrm" in cfg.rollout.reward_names, max_ongoing_requests=64),
         RoleSpec("teacher", "elastic_rl.roles.teacher:TeacherRole",

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from elastic_rl.runtime.files import replace_file
+from elastic_rl.runtime.secret_names import without_secrets_of
 from elastic_rl.runtime.sequences import batches
 
 log = logging.getLogger(__name__)
@@ -34,10 +35,11 @@ _PROJECT = "elastic-rl"
 """Project, or experiment, of the trackers' runs, if their environment variables name none."""
 _MLFLOW_BATCH = 1000
 """Metrics of one request, at most, as MLflow's servers take them."""
-_MLFLOW_REFUSES = re.compile(r"[^\w\-. :/]", re.ASCII)
-"""What no name of a metric has there."""
-_SECRET_NAME, _SHORTEST_SECRET = re.compile(r"KEY|TOKEN|PASSWORD|SECRET"), 8
-"""Environment variables whose values are no text for logs, and the fewest characters of one: shorter ones are words."""
+_MLFLOW_REFUSES = re.compile(r"[^\w\-. :/]|(?<![^/])/|/$|^\.\.|(?<![^/])\.{1,2}(?=/|$)")
+"""What no name of a metric has there: signs other than these, and parts between slashes that are empty, ``.`` or ``..``
+(its ``validation.py``: a name is a path in its shortest form, which does not begin with two dots)."""
+_MAX_ERROR, _MAX_READ = 2000, 64_000
+"""Characters of an error that are reported, and that are looked at: some errors have a server's whole page in them."""
 _RUNS = {"step": "rl", "eval": "rl", "sft": "sft", "sampled": "sampled"}
 """Kind of a record → the run that it belongs to; each run counts its own steps."""
 
@@ -120,6 +122,12 @@ class TensorBoard:
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
+
+
+def mlflow_name(name: str) -> str:
+    """The name that a metric has in MLflow: what it refuses is written as numbers, so that names of users, which may
+    have any sign, stay apart. Pure."""
+    return _MLFLOW_REFUSES.sub(lambda found: "_" + "".join(f"{ord(c):x}" for c in found[0]) + "_", name)
 
 
 class _JobRun:
@@ -206,7 +214,7 @@ class MLflow:
 
     def write(self, row: Row) -> None:
         at_ms = int(time.time() * 1000)
-        metrics = [self._metric(_MLFLOW_REFUSES.sub("_", name), float(value), at_ms, row.step)
+        metrics = [self._metric(mlflow_name(name), float(value), at_ms, row.step)
                    for name, value in self._known.values(row).items()]
         for part in batches(metrics, _MLFLOW_BATCH):
             self._client.log_batch(self._known.id, part)
@@ -269,18 +277,6 @@ class ClearML:
         self._task.close()
 
 
-def _plain(error: BaseException) -> str:
-    """An error of a tracker in words, without the secrets in it: users and passwords of URLs, tokens in their queries,
-    and the values of environment variables that hold a secret by their names. Pure but for these."""
-    text = f"{type(error).__name__}: {error}"
-    text = re.sub(r"(?<=://)[^/\s@]+@", "***@", text)
-    text = re.sub(r"(?i)((?:token|key)=)[^&\s]+", r"\1***", text)
-    for name, value in os.environ.items():
-        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET:
-            text = text.replace(value, "***")
-    return text
-
-
 class _TrackerThread:
     """A tracker's thread and queue. ``failed`` is called at most once, in a thread of its own."""
 
@@ -311,7 +307,7 @@ class _TrackerThread:
                 tracker.write(row)
             tracker.close()
         except BaseException as e:  # third-party code, also its SystemExit: the training must not depend on it
-            self._report(_plain(e))
+            self._report(without_secrets_of(os.environ, f"{type(e).__name__}: {e}"[:_MAX_READ])[:_MAX_ERROR])
             while self._rows.get() is not None:  # drop what is still offered
                 pass
 

@@ -49,16 +49,19 @@ class StepProfiler:
             yield
             return
         name = f"{phase}-step-{step:06d}{f'-{piece}' if piece else ''}-{self._part_of}"
-        with contextlib.ExitStack() as stack:
-            writes = list[tuple[Path, Callable[[str], object]]]()
-            if "memory" in self._kinds and self._cuda:
-                stack.enter_context(self._memory(self._folder / f"{name}.memory.pickle"))
-            if "trace" in self._kinds:
-                stack.enter_context(self._trace(self._folder / f"{name}.trace.json.gz", writes))
-            yield
-        if writes:
-            self._writer = threading.Thread(target=self._write, args=(writes,), name="profile-writer", daemon=True)
-            self._writer.start()
+        writes, written = list[tuple[Path, Callable[[str], object]]](), list[Path]()
+        try:
+            with contextlib.ExitStack() as stack:
+                if "memory" in self._kinds and self._cuda:
+                    stack.enter_context(self._memory(self._folder / f"{name}.memory.pickle", written))
+                if "trace" in self._kinds:
+                    stack.enter_context(self._trace(self._folder / f"{name}.trace.json.gz", writes))
+                yield
+        finally:  # also of a step that fails, such as one that needs too much memory
+            if writes or written:
+                self._writer = threading.Thread(target=self._finish, args=(writes, written), name="profile-writer",
+                                                daemon=True)
+                self._writer.start()
 
     def close(self) -> None:
         """Waits, for a while, until the last file is written."""
@@ -84,17 +87,23 @@ class StepProfiler:
                 writes.append((path, profile.export_chrome_trace))
 
     @contextlib.contextmanager
-    def _memory(self, path: Path) -> Iterator[None]:
+    def _memory(self, path: Path, written: list[Path]) -> Iterator[None]:
         memory: Any = torch.cuda.memory  # the functions have no public names
         begun = _tried("the memory is not recorded", lambda: memory._record_memory_history(max_entries=_MEMORY_EVENTS))
         try:
             yield
         finally:
             if begun:  # of what is allocated now: it cannot wait for a thread
-                self._write([(path, memory._dump_snapshot)])
+                written += self._write([(path, memory._dump_snapshot)])
                 _tried("the memory is still recorded", lambda: memory._record_memory_history(enabled=None))
 
-    def _write(self, writes: list[tuple[Path, Callable[[str], object]]]) -> None:
+    def _finish(self, writes: list[tuple[Path, Callable[[str], object]]], written: list[Path]) -> None:
+        for path in [*written, *self._write(writes)]:
+            self._written(path)
+
+    def _write(self, writes: list[tuple[Path, Callable[[str], object]]]) -> list[Path]:
+        """Returns the files that are there."""
+        found = list[Path]()
         for path, write in writes:
             partial = path.with_name(f".{path.name}")  # torch packs by the end of the name
             try:
@@ -108,7 +117,8 @@ class StepProfiler:
                     partial.unlink()
                 continue
             log.info("profile: %s", path)
-            self._written(path)
+            found.append(path)
+        return found
 
 
 def _tried(what: str, call: Callable[[], object]) -> bool:

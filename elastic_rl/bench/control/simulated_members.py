@@ -84,7 +84,7 @@ class SimulatedMembers:
                     yield pb.LeaseKeepAliveRequest(ID=lease)
                     self._done.wait(max(0.0, started + (n + 1) * pause - time.monotonic()))
 
-        for _ in self._channels.stream(KEEPALIVE, requests(), self._channels.current, timeout_s=3600.0):
+        for _ in self._channels.stream(KEEPALIVE, requests(), self._channels.current):
             if self._done.is_set():
                 return
 

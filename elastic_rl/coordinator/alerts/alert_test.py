@@ -19,8 +19,9 @@ from elastic_rl.coordinator.alerts.state_machine import Alert, Phase, notified_e
 from elastic_rl.coordinator.api_paths import job_path
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.leader_transaction import IdempotencyClaim, LeaderTransaction
-from elastic_rl.coordinator.problems import Problem, concurrent_modification, no_leader, not_found
+from elastic_rl.coordinator.problems import Problem, concurrent_modification, no_leader, not_found, unreadable
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import Keys
 
 _MAX_TESTS = 20
@@ -79,9 +80,10 @@ def result(etcd: EtcdClient, keys: Keys, names: Sequence[str], test_id: str) -> 
     found = etcd.get(keys.alert(f"{state_machine.TEST}/{test_id}/{test_id}"))
     if found is None:
         raise not_found("test", test_id)
-    test = Alert.decode(found.value)
-    queues = (ReceiverQueue.decode(kv.value) for kv in etcd.range(keys.receivers_prefix())[0])
-    by_receiver = {queue.receiver: queue for queue in queues}
+    if (test := readable_one(found, Alert)) is None:
+        raise unreadable("test", test_id)
+    queues = readable(etcd.range(keys.receivers_prefix())[0], ReceiverQueue)
+    by_receiver = {queue.receiver: queue for queue, _ in queues}
     return TestResult(id=test_id, receivers=[_result(test, n, by_receiver.get(n)) for n in names])
 
 

@@ -16,7 +16,8 @@ from elastic_rl.coordinator.snapshot import ACTOR_ROLE, ClusterSnapshot
 from elastic_rl.dcs.catalog.under_replication import UnderReplication, described
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import DcsNode, GenerationCap, Severity
+from elastic_rl.etcd.records import DcsNode, GenerationCap, PoolSpec, PoolStatus, Severity
+from elastic_rl.runtime.words import counted
 
 _ETCD_HOLD_S = 10.0
 _ETCD_SLOW_HOLD_S = 30.0
@@ -133,10 +134,18 @@ def _pools(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]
         spec = snapshot.specs.get(name)
         # Released engines wait for the trainer's phase to end, as it should be; those behind have alerts of their own.
         whole = status.ready + status.released + status.behind
-        if spec and not snapshot.run_ended and whole < spec.desired:
+        if spec and not snapshot.run_ended and whole < spec.desired and not _waits_for_weights(snapshot, spec, status):
             why = f": {status.message}" if status.message else ""
-            yield Condition("pool.short", name, f"pool {name} has {status.ready} ready of {spec.desired} engines{why}",
-                            Severity.WARNING, hold_s=limits.pool_holds_s.get(name, limits.pool_hold_s))
+            ready = f"{status.ready} ready of {counted(spec.desired, 'engine')}"
+            yield Condition("pool.short", name, f"pool {name} has {ready}{why}", Severity.WARNING,
+                            hold_s=limits.pool_holds_s.get(name, limits.pool_hold_s))
+
+
+def _waits_for_weights(snapshot: ClusterSnapshot, spec: PoolSpec, status: PoolStatus) -> bool:
+    """Whether the pool has nothing to serve yet, as in the supervised phase, and lacks nothing else that its engines
+    need to start: their time for that counts from the first version on."""
+    return bool(spec.stream) and spec.stream not in snapshot.heads and not (
+        status.ready or status.pending or status.message)
 
 
 def _lags(snapshot: ClusterSnapshot, now: float, limits: Thresholds) -> Iterator[Condition]:
@@ -186,7 +195,8 @@ def _job(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]:
     if status is None:
         return
     if status.phase == "rl" and status.staleness > bound:
-        message = f"step {status.step} was trained on samples {status.staleness} versions old; the bound is {bound}"
+        age = counted(status.staleness, "version")
+        message = f"step {status.step} was trained on samples {age} old; the bound is {bound}"
         yield Condition("staleness.exceeded", snapshot.job, message)
     if status.phase == "failed":
         yield Condition("job.failed", snapshot.job, status.message or f"job {snapshot.job} has failed")
@@ -195,8 +205,9 @@ def _job(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]:
         if status.eval_measure == "reward" and status.eval_start is not None and status.eval_accuracy is not None:
             evaluated = f"; the mean reward of evaluations went from {status.eval_start:.3f} to " \
                         f"{status.eval_accuracy:.3f}"
-        yield Condition("job.finished", snapshot.job, f"job {snapshot.job} has finished after {status.step} steps"
-                        f"{evaluated}", Severity.INFO, notify_resolved=False)
+        after = counted(status.step, "step")
+        yield Condition("job.finished", snapshot.job, f"job {snapshot.job} has finished after {after}{evaluated}",
+                        Severity.INFO, notify_resolved=False)
 
 
 def _learning(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]:

@@ -18,6 +18,7 @@ from elastic_rl.coordinator.api_paths import OF_JOB, job_path
 from elastic_rl.coordinator.autoscalers import AutoscalerView
 from elastic_rl.coordinator.pools import PoolView
 from elastic_rl.coordinator.problems import Kind, Problem
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.records import Engine, Operation
 from elastic_rl.telemetry import traces
 
@@ -105,8 +106,8 @@ def deregister_engine(request: Request, ctx: JobCtx, engine_id: Name, dry_run: D
     """It is drained: it gets no new requests, finishes those in flight, and leaves its pool. Its server keeps running.
     409 for an engine of our own."""
     def change(claim: Claim | None) -> Created:
-        found = ctx.replica.etcd.get(ctx.keys.engine(engine_id))
-        if found is not None and not Engine.decode(found.value).external:
+        found = readable_one(ctx.replica.etcd.get(ctx.keys.engine(engine_id)), Engine)
+        if found is not None and not found.external:
             raise Problem(409, Kind.CONFLICT, "The engine is not external",
                           f"engine {engine_id} was started by its pool: drain it, or scale the pool")
         return _created(ctx, ctx.operations.drain(engine_id, by=caller_of(request).name, dry_run=dry_run, claim=claim))

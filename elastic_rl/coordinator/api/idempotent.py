@@ -16,6 +16,7 @@ from elastic_rl.coordinator.api.idempotency import Claim
 from elastic_rl.coordinator.membership.registry import COORDINATOR
 from elastic_rl.coordinator.problems import Kind, Problem, no_leader
 from elastic_rl.errors import EtcdUnavailable, OutcomeUnknown
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.records import Leader, Member
 from elastic_rl.telemetry import traces
 
@@ -48,8 +49,8 @@ def forward(request: Request, ctx: JobContext) -> Response:
 def _require_registered(leader: Leader, ctx: JobContext) -> None:
     """Raises a problem unless the leader's URL is the one that its live member record has. A forwarded request carries
     the caller's token, so a leader record alone must not decide where it goes."""
-    found = ctx.replica.etcd.get(ctx.keys.member(COORDINATOR, leader.replica))
-    if found is None or Member.decode(found.value).url != leader.url:
+    found = readable_one(ctx.replica.etcd.get(ctx.keys.member(COORDINATOR, leader.replica)), Member)
+    if found is None or found.url != leader.url:
         raise no_leader(f"the URL of leader {leader.replica} is not that of a registered coordinator")
 
 

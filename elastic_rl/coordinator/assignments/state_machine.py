@@ -25,6 +25,7 @@ from typing import Any
 
 from elastic_rl.etcd.cluster_records import Assignment, FailedHost, HostPhase, HostState, RunState, ServiceStatus
 from elastic_rl.runtime.backoff import doubled_s
+from elastic_rl.runtime.words import counted
 
 _HOME_S = 30.0
 """A singleton waits for its home no longer than this while that is about to be ready, or is not heard."""
@@ -129,7 +130,7 @@ def _move_failed(wanted: Singleton, now: Assignment, hosts: Mapping[str, Assigna
         return Decision(waits_for=f"it keeps ending, on host {now.host} after {failed[-1].host}")
     failed = [*failed, FailedHost(host=now.host, at_s=leader_s)][-limits.remember:]
     return _move(wanted, now, {i: h for i, h in hosts.items() if i != now.host}, failed,
-                 f"it ended on host {now.host} after {limits.restarts_in_place} restarts", leader_s)
+                 f"it ended on host {now.host} after {counted(limits.restarts_in_place, 'restart')}", leader_s)
 
 
 def _move(wanted: Singleton, now: Assignment, hosts: Mapping[str, AssignableHost], failed: list[FailedHost],

@@ -16,6 +16,7 @@ from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.coordinator.targets import DRIVER, JOB, engine_target, name_of, pool_target
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus, Operation, StepMetrics
+from elastic_rl.runtime.words import counted
 
 KNOWN = 0.8
 """Share of the serving engines whose load must be known."""
@@ -58,7 +59,7 @@ def _busy(snapshot: ClusterSnapshot, pool: str) -> str:
         if not op.state.ended and _concerns(op, pool, snapshot):
             return f"the {op.kind} of {op.target} is not done"
     draining = snapshot.draining(pool)
-    return f"{draining} engines drain" if draining else ""
+    return f"{counted(draining, 'engine')} draining" if draining else ""
 
 
 def _concerns(op: Operation, pool: str, snapshot: ClusterSnapshot) -> bool:

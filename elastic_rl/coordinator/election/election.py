@@ -25,6 +25,7 @@ from elastic_rl.coordinator.election.protocol import (
 )
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable, Fenced, LeaseLost
 from elastic_rl.etcd.client import EtcdClient, Watch
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.leases import KeptLease
@@ -92,9 +93,8 @@ class Election:
         return int(self.guard[0].operand)
 
     def current(self) -> Leader | None:
-        """The present leader according to etcd; None while there is none."""
-        first = leading(self._etcd.range(self._keys.leader_prefix())[0])
-        return Leader.decode(first.value) if first else None
+        """The present leader according to etcd; None while there is none whose record can be read."""
+        return readable_one(leading(self._etcd.range(self._keys.leader_prefix())[0]), Leader)
 
     def resign(self) -> None:
         """Ends this candidacy, and the term with it, at once; the next one queues behind the others."""

@@ -77,4 +77,4 @@ class ElectionProtocol:
                 self._first = False
                 return
             self._first = self._first or leading(candidates) is mine
-            yield Wait(self._ttl_s / 3)  # bounded: the watch only makes the next reading prompt
+            yield Wait(self._ttl_s)  # bounded: the watch only makes the next reading prompt

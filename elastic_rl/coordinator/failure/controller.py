@@ -34,6 +34,7 @@ from elastic_rl.etcd.records import (
     ended,
 )
 from elastic_rl.etcd.transaction import GuardedWrite
+from elastic_rl.runtime.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -170,8 +171,8 @@ class FailureController:
         """Ends the run where it is: its epoch is over, so nothing writes any more, and every version is kept."""
         status = snapshot.status or JobStatus(phase="failed")
         at = f"{status.phase} step {status.step}"
-        message = (f"crash loop: {len(known.occurrences)} restarts without progress at {at}; the last: {known.reason}. "
-                   "Everything is kept; see `elastic-rl events`, fix the cause, and train again")
+        message = (f"crash loop: {counted(len(known.occurrences), 'restart')} without progress at {at}; the last: "
+                   f"{known.reason}. Everything is kept; see `elastic-rl events`, fix the cause, and train again")
         writes = self._update(snapshot, policy.cleared(known).replace(occurrences=[]))
         guard, end = fencing.next_epoch(self._keys, fencing.current_epoch(self._etcd, self._keys), holder="crash loop")
         writes.require(guard)

@@ -26,6 +26,7 @@ from elastic_rl.coordinator.targets import DRIVER, JOB, engine_target, role_targ
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import Event, JobStatus
 from elastic_rl.runtime.backoff import doubled_s
+from elastic_rl.runtime.words import counted
 
 
 class Fault(StrEnum):
@@ -138,7 +139,7 @@ def record_fault(log: FaultLog, rule: FailureRule, reason: str, now: float, prog
         seen = [*seen, FaultOccurrence(at=now, progress=progress)][-(cfg.max_faults + 1):]
     log = log.replace(occurrences=seen)
     if rule.counts and len(seen) > cfg.max_faults:
-        reason = f"{len(seen)} faults of {log.target} within {cfg.fault_window_s:.0f} s; the last: {reason}"
+        reason = f"{counted(len(seen), 'fault')} of {log.target} within {cfg.fault_window_s:.0f} s; the last: {reason}"
         return _request(log, RecoveryAction.GLOBAL_RESTART, reason, now, cfg)
     return _request(log, rule.action, reason, now, cfg)
 

@@ -7,7 +7,7 @@ The queue is ordered by priority, then by the order of submissions; ``parallel``
 its place until its driver is gone, however it ended, so that the next one finds the devices free. A job whose driver,
 host or engines are away stays RUNNING, since it goes on where it was: there is no edge RUNNING → QUEUED.
 
-A run that is stopped commits what it has trained, for which its job's record has a limit, ends what it has started, and
+A run that is stopped commits what it has trained, for which its status has a limit, ends what it has started, and
 writes its report: while its driver runs it has that limit and ``stop_run_s`` for all of it.
 
 The transition that must NOT exist: out of an ended phase without a new submission. A leader that reads the last status
@@ -59,6 +59,13 @@ class SeenJob:
     @property
     def begun(self) -> bool:
         return self._run is not None and self._run.phase is JobPhase.RUNNING
+
+    @property
+    def stop_s(self) -> float:
+        """Seconds that the run of that submission may take to commit when it is stopped. The record may have those of
+        the next submission."""
+        run = self._run
+        return run.stop_s if run is not None and run.stop_s is not None else self.record.stop_s
 
     @property
     def ending(self) -> tuple[JobPhase, str] | None:
@@ -117,7 +124,7 @@ def _advance(job: SeenJob, leader_s: float, stop_run_s: float) -> JobState:
             return state.replace(phase=phase, reason=reason, stop_deadline_s=0.0)
         if job.ends_in_order(leader_s):
             return state.replace(reason="is stopping: its run ends what it has started",
-                                 stop_deadline_s=state.stop_deadline_s or leader_s + job.record.stop_s + stop_run_s)
+                                 stop_deadline_s=state.stop_deadline_s or leader_s + job.stop_s + stop_run_s)
         return state.replace(reason=f"is about to be {phase}: waits for the end of its driver")
     if state.phase is JobPhase.STARTING and job.begun:
         return state.replace(phase=JobPhase.RUNNING, reason="")

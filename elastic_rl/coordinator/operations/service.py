@@ -35,6 +35,7 @@ from elastic_rl.etcd.records import (
     Record,
     RestartRequest,
 )
+from elastic_rl.runtime.words import counted
 
 R = TypeVar("R", bound=Record)
 
@@ -98,8 +99,8 @@ class OperationService:
                 writes.merge(also(op))
             because = f": {reason}" if reason else ""
             return op.replace(total=desired), writes, self._event(
-                op, pool, f"{pool}: {old.desired} → {desired} engines, by {by}{because}", previous=old.desired,
-                desired=desired)
+                op, pool, f"{pool}: {old.desired} → {counted(desired, 'engine')}, by {by}{because}",
+                previous=old.desired, desired=desired)
 
         return self._begin(draft, dry_run, claim)
 

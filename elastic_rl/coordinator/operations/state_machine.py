@@ -19,6 +19,7 @@ from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.coordinator.targets import engine_target, name_of
 from elastic_rl.etcd.records import WORKING_PHASES, EngineState, Member, Operation, OperationKind, OperationState
+from elastic_rl.runtime.words import counted
 
 
 def advance(op: Operation, snapshot: ClusterSnapshot, group_ranks: Mapping[str, int] = MappingProxyType({})
@@ -69,10 +70,10 @@ def _scale(op: Operation, snapshot: ClusterSnapshot) -> Operation:
     starting = status.starting if status else 0
     if ready == desired and not draining and not starting:
         return _end(op.replace(done=desired, total=desired), OperationState.SUCCEEDED, snapshot.now,
-                    message=f"{ready} engines are ready", ready=ready)
+                    message=f"{counted(ready, 'engine')} ready", ready=ready)
     shrinks = desired <= int(op.params.get("previous", desired))  # else engines that drain are of an earlier request
     phase = "draining" if shrinks and (ready + starting > desired or draining) else "starting"
-    message = f"{ready} of {desired} engines ready" + (f", {draining} draining" if draining else "")
+    message = f"{ready} of {counted(desired, 'engine')} ready" + (f", {draining} draining" if draining else "")
     return op.replace(phase=phase, done=min(ready, desired), total=desired, message=message)
 
 
@@ -91,7 +92,7 @@ def _drain(op: Operation, snapshot: ClusterSnapshot) -> Operation:
         return _end(op.replace(done=total, total=total), OperationState.SUCCEEDED, snapshot.now,
                     message=f"engine {engine_id} has left pool {pool}")
     return op.replace(phase="replacing", done=1, total=total,
-                      message=f"{snapshot.ready(pool)} of {desired} engines ready")
+                      message=f"{snapshot.ready(pool)} of {counted(desired, 'engine')} ready")
 
 
 def _restart(op: Operation, snapshot: ClusterSnapshot, group_ranks: Mapping[str, int]) -> Operation:
@@ -146,7 +147,7 @@ def _missing(op: Operation, snapshot: ClusterSnapshot, group_ranks: Mapping[str,
             spec, ready = snapshot.specs.get(pool), snapshot.ready(pool)
             desired = spec.desired if spec else 0
             return "" if ready >= desired and name_of(op.target) not in snapshot.engines else (
-                f"{ready} of {desired} engines of pool {pool} ready")
+                f"{ready} of {counted(desired, 'engine')} of pool {pool} ready")
         case "roles":
             role = name_of(op.target)
             return "" if _started_since(snapshot, role, before) else f"no new replica of {role} yet"

@@ -72,10 +72,10 @@ def write(folder: Path, tensors: Tensors, like: Path, *, shard_bytes: int, force
         partial.mkdir(parents=True)
         for path in like.iterdir():
             if path.is_file() and _is_named(path, _COPIED):
-                shutil.copy(path, partial / path.name)
+                shutil.copyfile(path, partial / path.name)  # without its permissions: those of the umask are right here
         for path in named_templates(like):
             (partial / TEMPLATES).mkdir(exist_ok=True)
-            shutil.copy(path, partial / TEMPLATES / path.name)
+            shutil.copyfile(path, partial / TEMPLATES / path.name)
         written = _write_shards(partial, tensors, shard_bytes, progress)
         (partial / "config.json").write_text(_config(like, written), encoding="utf-8")
         if label is not None:

@@ -8,7 +8,6 @@ after SIGTERM, which leaves the services running, and when the cluster is down; 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import select
@@ -44,6 +43,8 @@ _LOGS_RETRY_S = 10.0
 """Pause between two starts of the server of the logs."""
 _PASS_S = 0.5
 """Longest time between two passes; the end of a service starts one at once."""
+_STANDBY_PASS_S = 2.0
+"""Longest time between two looks of the standby at the active agent, whose end it notices at once."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -102,18 +103,18 @@ class HostAgent:
         has nothing to clean up. An active one that hangs, or is stopped (SIGSTOP), would keep the lock and restart
         nothing, so it is killed; what it kept running runs on."""
         # Time in which this process was itself suspended does not count.
-        silence = ProgressLimit(SILENT_AFTER_S, gap_s=4 * _PASS_S)
+        silence = ProgressLimit(SILENT_AFTER_S, gap_s=4 * _STANDBY_PASS_S)
         with self._cluster.paths.active_agent_lock.open("w", encoding="utf-8") as lock:
             while not taken(lock):
                 pids = [r.pid for r in self._cluster.agents.running() if r.pid not in (0, os.getpid())]
                 status = AgentStatus.load(self._cluster.paths.agent_status)
                 silence.update({"status": status.at if status is not None else 0.0})
                 if silence.expired and self._cluster.paths.info.exists():  # else it is starting, or takes it down
-                    silence = ProgressLimit(SILENT_AFTER_S, gap_s=4 * _PASS_S)
+                    silence = ProgressLimit(SILENT_AFTER_S, gap_s=4 * _STANDBY_PASS_S)
                     for pid in pids:
                         log.warning("the active agent %d is not heard: it is killed", pid)
                         os.kill(pid, signal.SIGKILL)
-                _await_end(pids)
+                _await_end(pids, _STANDBY_PASS_S if pids else _PASS_S)
             log.info("%s (pid %d) is the active agent", self._name, os.getpid())
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._on_signal)
@@ -266,15 +267,19 @@ def _other(name: str) -> str:
     return next(other for other in AGENTS if other != name)
 
 
-def _await_end(pids: Sequence[int]) -> None:
-    """Returns when one of the processes has ended, and after ``_PASS_S`` at the latest."""
+def _await_end(pids: Sequence[int], longest_s: float = _PASS_S) -> None:
+    """Returns when one of the processes has ended, and after ``longest_s`` at the latest; after ``_PASS_S`` where the
+    end of one of them could not be seen."""
     poll, opened = select.poll(), []
     try:
         for pid in pids:
-            with contextlib.suppress(OSError):  # it has ended, or there is no descriptor left
+            try:
                 opened.append(os.pidfd_open(pid))
+            except OSError:  # it has ended, or there is no descriptor left
+                longest_s = min(longest_s, _PASS_S)
+            else:
                 poll.register(opened[-1], select.POLLIN)
-        poll.poll(_PASS_S * 1000)
+        poll.poll(longest_s * 1000)
     finally:
         for fd in opened:
             os.close(fd)

@@ -110,8 +110,9 @@ class AssignedWork:
     def _with_workers(self, status: HostStatus) -> HostStatus:
         """The report with this host's workers of Ray: they are no singletons, and a host that is to be emptied has
         something as long as one runs."""
-        workers = {record.name: ServiceStatus(state=RunState.RUNNING, pid=record.pid, generation=record.generation)
-                   for record in self._services.all() if record.running and job_of_ray_worker(record.name)}
+        workers = {name: ServiceStatus(state=RunState.RUNNING, pid=record.pid, generation=record.generation)
+                   for name in filter(job_of_ray_worker, self._services.names())
+                   if (record := self._services.get(name)) is not None and record.running}
         return status.replace(services={**status.services, **workers}) if workers else status
 
 

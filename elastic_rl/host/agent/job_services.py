@@ -107,7 +107,7 @@ class JobServices:
         """Starts and ends the nodes that differ from the jobs; returns what could not be done, and why. Raises
         EtcdUnavailable and OSError."""
         cluster, problems = self._cluster(), list[str]()
-        served = {job for record in cluster.services.all() if (job := job_of_node(record.name))}
+        served = {job for name in cluster.services.names() if (job := job_of_node(name))}
         for job, (state, created) in sorted(states.items(), key=itemgetter(0)):
             if state.phase.ended or job in served and self._followed.get(job) == (created, state.submission):
                 continue
@@ -169,7 +169,7 @@ class JobServices:
                                     "cluster")
             except (ElasticRLError, OSError) as e:
                 problems.append(f"this host is not in the Ray of job {job}: {e}")
-        joined = {job for record in cluster.services.all() if (job := job_of_ray_worker(record.name))}
+        joined = {job for name in cluster.services.names() if (job := job_of_ray_worker(name))}
         for job in sorted(joined - wanted.keys()):
             is_known = job in heads and job in states and states[job][0].phase.known  # else by a newer release
             if is_known or self._etcd.get(self._keys.ray_head(job)) is None or self._is_gone(job):

@@ -114,15 +114,14 @@ class TransferQueueQueue:
             held = self._attempts.held
             if len(held) >= self._capacity and group.ordinal not in held:
                 raise IllegalTransition(f"the queue is full: it holds {self._capacity} groups")
-            attempt, was_sent = self._attempts.begin(), False
+            attempt, sent = self._attempts.begin(), threading.Event()
         try:
             rows = encode_rows(group, attempt)  # here, since what is wrong with a group is no fault of the actors
             generation, actors = self._started()
             # Of what failed attempts have left: tries of one group must not add up.
             if self._put_failed and (failure := self._clean()):
                 raise QueueUnavailable(failure)
-            was_sent = True
-            self._call(generation, actors, lambda client: client.put(rows))
+            self._call(generation, actors, partial(_put, rows, sent))
             with self._lock:
                 if generation != self._generation:
                     raise QueueUnavailable("the queue was replaced while a group was put into it")
@@ -131,8 +130,9 @@ class TransferQueueQueue:
         except BaseException:
             with self._lock:
                 self._attempts.end(attempt)
-                self._dead += was_sent
-                self._put_failed |= was_sent
+                if sent.is_set():  # not in the pause of the connection after a call that failed
+                    self._dead += 1
+                    self._put_failed = True
             raise
         self._clean()  # last: after a call that fails the connection pauses
 
@@ -349,6 +349,11 @@ class TransferQueueQueue:
             self._loss = QueueLoss((*(self._loss.groups if self._loss else ()), *lost), why)
         log.warning("TransferQueue is replaced, and %d groups are lost with it: %s", len(lost), why)
         actors.close()
+
+
+def _put(rows: Mapping[RowName, bytes], sent: threading.Event, client: RowClient) -> None:
+    sent.set()
+    client.put(rows)
 
 
 class _AttemptReader:

@@ -16,6 +16,7 @@ from elastic_rl.etcd.records import Engine, SampleRecord, StepMetrics
 from elastic_rl.etcd.transaction import Op
 from elastic_rl.pipeline.records.run_log import RunLog
 from elastic_rl.pipeline.records.sample_ring import SampleRing, pick
+from elastic_rl.runtime.words import counted
 from elastic_rl.telemetry import training_metrics
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ def with_measured(metrics: StepMetrics, answer: Mapping[str, Any], seconds: Mapp
 
 def truncated_text(metrics: StepMetrics, source: DataSource) -> str:
     """What is wrong with a step of which every response ended at the limit."""
-    return (f"all {metrics.samples} responses of step {metrics.step} ended at their limit of "
+    return (f"all {counted(metrics.samples, 'response')} of step {metrics.step} ended at their limit of "
             f"{source.max_response_tokens} tokens, and none with a stop token ({list(source.stop_token_ids)[:8]}): "
             "raise the data source's max_response_tokens, or use a model and a template that end with one of these")
 

@@ -21,6 +21,7 @@ from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Event, Formation, GroupLease, RestartRequest, Severity, StepMetrics
 from elastic_rl.pipeline.records.reporting import truncated_text
 from elastic_rl.pipeline.waits import Waits
+from elastic_rl.runtime.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -94,10 +95,10 @@ class RunEvents:
         """The metrics of the step count them; the event is for people. ``part``: reward, generate, filters or train;
         sft, whose ordinals are of demonstrations that were left out of a supervised step."""
         if count := self._failed_groups[part].add(len(ordinals), time.monotonic()):
-            things, one = ("demonstrations", "ordinal") if part == "sft" else ("prompt groups", "group")
+            thing, one = ("demonstration", "ordinal") if part == "sft" else ("prompt group", "group")
             what = "training on them" if part in ("train", "sft") else f"rollout.{part}"
             self._emit(_DROPPED[part], self._keys.job, severity=Severity.WARNING, groups=count, message=
-                       f"{count} {things} have been dropped since {what} failed, last {one} {ordinals[-1]}: {why}")
+                       f"{counted(count, thing)} dropped since {what} failed, last {one} {ordinals[-1]}: {why}")
 
     def responses(self, metrics: StepMetrics, source: CheckedSource) -> None:
         """Says it once when no response ends by itself: mostly the model does not know its end token."""
@@ -125,14 +126,14 @@ class RunEvents:
         begun = IntervalSet.from_json(lease.groups) - consumed
         if begun:
             self._emit(event_kinds.GROUPS_LEASED_AGAIN, "actor",
-                       f"{len(begun)} prompt groups that term {lease.term} had begun are generated again",
+                       f"{counted(len(begun), 'prompt group')} begun by term {lease.term} to be generated again",
                        step=step, term=term, groups=begun.to_json()[:_SPANS])
         self._took_over = True
 
     def queue_replaced(self, groups: int, why: str) -> None:
         """``groups``: how many it held."""
-        self._emit(event_kinds.QUEUE_REPLACED, "queue", f"the queue is replaced, and {groups} groups that were in it "
-                   f"are generated again: {why}", severity=Severity.WARNING, groups=groups)
+        self._emit(event_kinds.QUEUE_REPLACED, "queue", f"the queue is replaced, with {counted(groups, 'group')} to be "
+                   f"generated again: {why}", severity=Severity.WARNING, groups=groups)
 
     def republished(self, version: int, why: str) -> None:
         log.warning("%s: its weights are published again", why)

@@ -17,6 +17,7 @@ from elastic_rl.errors import ElasticRLError, Fenced
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.fencing import FencedWriter
+from elastic_rl.etcd.job_records import ended
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import ENDED_PHASES, Event, GenerationCap, JobStatus, StepMetrics
 from elastic_rl.etcd.transaction import batches
@@ -244,9 +245,10 @@ class JobStatusWriter:
         now = self._clock()
         if phase in ENDED_PHASES:
             self._activity.update(now, "")
-            changes = {**changes, "generation_cap": GenerationCap.NONE}
         shown = self._activity.visible(now)
         new = self.latest.replace(**{"phase": phase, "updated_at": now, **asdict(shown), **changes})
+        if phase in ENDED_PHASES:
+            new = ended(new, phase, new.message, now)
         blocks = self._blocks()
         ops = [Op.put(self._keys.job_status(), new.encode()), *ops, *put_ops(self._keys, blocks)]
         # Where the event is there already, an answer was lost; another thread may have written its status since.

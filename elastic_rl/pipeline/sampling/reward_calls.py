@@ -14,6 +14,7 @@ from elastic_rl.config import Config
 from elastic_rl.data.queue.group_codec import require_writable
 from elastic_rl.data.samples import Sample
 from elastic_rl.errors import ConfigError, ElasticRLError, PluginFailed
+from elastic_rl.host import kept_state
 from elastic_rl.pipeline.sampling.fault_isolation import Failure, Trial
 from elastic_rl.pipeline.sampling.group_requests import Answer
 from elastic_rl.pipeline.sampling.user_calls import TOO_LONG, UserCalls
@@ -24,11 +25,14 @@ from elastic_rl.rewards.base import Decode, RewardAway, RewardFn, call_limit_s, 
 from elastic_rl.rewards.environment import episode_parts
 from elastic_rl.rewards.registry import close_reward, start_reward
 from elastic_rl.runtime.abandonable import AbandonableCall
+from elastic_rl.runtime.words import counted
 
 GRACE_S = 2 * CANCEL_S
 """What a reward that is bounded by itself may take longer, before its thread is given up."""
 _JOIN_S = 0.05
 """How often the thread looks for further groups, which also shows that it is not blocked."""
+_SHOWN, _SHOWN_CHARS = 3, 80
+"""Responses that the error of a reward shows, and characters of each."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class RewardCalls:
     def __init__(self, cfg: Config, waits: Waits, make: Callable[[], RewardFn], decode: Decode | None) -> None:
         self._waits, self._calls, self._make, self._decode = waits, UserCalls(waits), make, decode
         self._what, self._concurrency = f"rollout.reward={cfg.rollout.reward}", cfg.rollout.reward_concurrency
+        self._correct = f"correct it; `elastic-rl restart roles/actor {kept_state.options(cfg)}` then imports it again"
         self._timeout_s, self._samples = cfg.rollout.reward_timeout_s, cfg.train.group_size
         self._require_writable = cfg.uses_transfer_queue
         """A group that its queue could never take fails as one without a reward, and is no outage of the queue."""
@@ -194,6 +199,7 @@ class RewardCalls:
         (request, answered), reward = answer, self._reward
         assert reward is not None
         named = f"for group {request.ordinal}"
+        samples: Sequence[Sample] = answered
         async with free:
             try:
                 attempt.starting_since = attempt.starting_since or time.monotonic()
@@ -227,13 +233,23 @@ class RewardCalls:
                 found = RewardFault(
                     PluginFailed(f"{self._what} took longer than {limit_s:g} s {named}", hint=TOO_LONG)
                     if isinstance(e, TimeoutError) and bound.expired() else
-                    PluginFailed(f"{self._what} failed {named}: {error_text(e)}"))
+                    PluginFailed(f"{self._what} failed {named}: {error_text(e)}, {_shown(samples)}", hint=(
+                        e.hint if isinstance(e, PluginFailed) and e.hint else self._correct)))
             attempt.found(group, found)
 
 
 def with_text(sample: Sample, decode: Decode | None) -> Sample:
     """The sample with its text, where it has none and there is a tokenizer."""
     return sample if decode is None or not sample.lacks_text else replace(sample, text=decode(sample.written_ids))
+
+
+def _shown(samples: Sequence[Sample]) -> str:
+    """The responses that a reward was given, for its error: the shortest first, since what rewards do not expect is
+    mostly one that is empty or was cut."""
+    texts = sorted({sample.text for sample in samples}, key=lambda text: (len(text), text))
+    shown = [repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS - 1]}…") for text in texts[:_SHOWN]]
+    more = f" and {counted(len(texts) - _SHOWN, 'other')}" if len(texts) > _SHOWN else ""
+    return f"for the response{'s' if len(texts) > 1 else ''} {', '.join(shown)}{more}"
 
 
 def error_text(error: BaseException) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from elastic_rl.errors import Conflict, TrainerFailed
 from elastic_rl.pipeline import schedule
+from elastic_rl.pipeline.rollouts import RolloutCalls
 from elastic_rl.pipeline.stages.term import ActorTerm
 from elastic_rl.pipeline.training.device_phases import DevicePhases
+from elastic_rl.pipeline.training.training_batch import ScoringRoles
+
+
+class RoleCalls(RolloutCalls, ScoringRoles, Protocol):
+    """The stateless roles, one attempt a call. Each raises ElasticRLError when the attempt failed."""
 
 
 class Stages:

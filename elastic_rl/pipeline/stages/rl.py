@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.step_file import StepKeeper, identity
@@ -18,20 +18,17 @@ from elastic_rl.pipeline.flow.group_flow import FlowLimits
 from elastic_rl.pipeline.flow.inline import Generation, InlineGeneration
 from elastic_rl.pipeline.records.recent_updates import RecentUpdates
 from elastic_rl.pipeline.records.reporting import log_step, step_metrics, with_measured
-from elastic_rl.pipeline.rollouts import RolloutCalls, Rollouts
+from elastic_rl.pipeline.rollouts import Rollouts
 from elastic_rl.pipeline.sampling.evaluation import bounded, evaluate_sets, further_sets
 from elastic_rl.pipeline.sampling.sampler import OnCap
 from elastic_rl.pipeline.schedule import NotTrained, RunPlan, TakenStep
+from elastic_rl.pipeline.stages.base import RoleCalls
 from elastic_rl.pipeline.stages.term import ActorTerm, known_before
 from elastic_rl.pipeline.stages.trainer import TrainerAccess, TrainerStages
 from elastic_rl.pipeline.training.group_trials import GroupTrials
 from elastic_rl.pipeline.training.step_maker import StepMaker
-from elastic_rl.pipeline.training.training_batch import ScoringRoles, TrainingBatches
+from elastic_rl.pipeline.training.training_batch import TrainingBatches
 from elastic_rl.telemetry import traces
-
-
-class RoleCalls(RolloutCalls, ScoringRoles, Protocol):
-    """The stateless roles, one attempt a call. Each raises ElasticRLError when the attempt failed."""
 
 
 class RlStages(TrainerStages):

@@ -1,4 +1,5 @@
-"""The stages of the modes that train nothing: source → generate → reward → write."""
+"""The stages of the modes that train nothing: source → generate → reward → write; with an advantage before the write
+where batches are kept."""
 
 from __future__ import annotations
 
@@ -8,16 +9,20 @@ from typing import Any
 
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group
+from elastic_rl.data.step_file import StepKeeper, identity
 from elastic_rl.errors import Conflict
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.records.reporting import log_sampled, step_metrics
-from elastic_rl.pipeline.rollouts import RolloutCalls, Rollouts
+from elastic_rl.pipeline.records.step_timer import StepTimer
+from elastic_rl.pipeline.rollouts import Rollouts
 from elastic_rl.pipeline.sampling.evaluation import bounded
 from elastic_rl.pipeline.sampling.prompt_reader import PROMPTS
 from elastic_rl.pipeline.schedule import RunPlan, State
-from elastic_rl.pipeline.stages.base import Stages
+from elastic_rl.pipeline.stages.base import RoleCalls, Stages
 from elastic_rl.pipeline.stages.term import ActorTerm, known_before
 from elastic_rl.pipeline.training.device_phases import OwnDevices
+from elastic_rl.pipeline.training.training_batch import NoPasses, TrainingBatches
 from elastic_rl.pipeline.untrained.base_policy import output_of
 from elastic_rl.pipeline.untrained.sampled_modes import sampled_mode
 from elastic_rl.telemetry import traces
@@ -26,7 +31,7 @@ from elastic_rl.telemetry import traces
 class SampledStages(Stages):
     """The parts that such a job has, and its stages. Its committed state is its output, in the place of a trainer's."""
 
-    def __init__(self, term: ActorTerm, roles: RolloutCalls, closing: contextlib.ExitStack) -> None:
+    def __init__(self, term: ActorTerm, roles: RoleCalls, closing: contextlib.ExitStack) -> None:
         """Waits for the source, and for what the settings name of the user's functions. Raises Fenced."""
         super().__init__(term, OwnDevices())
         source, self._reads = term.open_source()
@@ -37,6 +42,13 @@ class SampledStages(Stages):
             term.cfg, source, self._rollouts.prompts, self._rollouts.sampler, term.ctx.model_dir))
         self._output = output_of(term.ctx, term.etcd, term.writer, term.security, term.waits, term=term.number,
                                  file=self._mode.file, alive=term.alive)
+        cfg, paths = term.cfg, JobPaths.of(term.cfg)
+        self._batches: TrainingBatches | None = None
+        if cfg.makes_batches:
+            self._batches = self._waits.retry("plugin", lambda: TrainingBatches(
+                cfg, roles, self._waits, source.max_response_tokens, NoPasses()))
+            closing.callback(self._batches.close)
+        self._keeper = StepKeeper(cfg.train.keep_steps, paths.kept_steps, identity(cfg.job, paths.job_id))
         self._plan = RunPlan.of(term.cfg, self._mode.groups)
         self.effects = schedule.run_sampled(self._plan)
 
@@ -81,9 +93,10 @@ class SampledStages(Stages):
 
     def _write(self, effect: schedule.Write) -> Mapping[str, Any]:
         term, mode, output, timer = self._term, self._mode, self._output, effect.timer
+        groups = StepGroups.from_groups(effect.groups)
+        advantages = self._keep(effect.step, groups, timer)
         self._waits.stage("write")
         with traces.span("write", step=effect.step), timer.stage("write"):
-            groups = StepGroups.from_groups(effect.groups)
             metrics = step_metrics(
                 effect.step, groups, policy_version=output.policy_version,
                 dropped={reason: len(dropped) for reason, dropped in effect.consumption.dropped.items()})
@@ -99,8 +112,18 @@ class SampledStages(Stages):
         log_sampled(term.run_log, metrics, list(effect.consumption.groups), self._rollouts.pool.engines,
                     lines=len(lines))
         term.write(metrics=metrics, step=effect.step, reward=metrics.reward, policy_version=metrics.policy_version,
-                   samples=term.samples.ops(effect.step, groups, None))
+                   samples=term.samples.ops(effect.step, groups, advantages))
         return cursor
+
+    def _keep(self, step: int, groups: StepGroups, timer: StepTimer) -> list[float] | None:
+        """Writes the batch of a step that is to be kept to its file. Returns the advantages of its samples; None where
+        it is not to be kept, or has no samples."""
+        if self._batches is None or step not in self._keeper.steps or not groups.groups:
+            return None
+        made = self._batches.make(groups, step, timer)
+        self._keeper.keep(step, made.batch, groups.versions)
+        self._batches.forget()
+        return made.advantages
 
     def _complete(self, effect: schedule.Complete) -> None:
         term, mode, output = self._term, self._mode, self._output

@@ -15,7 +15,7 @@ from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.sources import CheckedSource, make_source
 from elastic_rl.dcs import model_files
 from elastic_rl.dcs.publish.growing_stream import GrowingStream
-from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.errors import ElasticRLError, EtcdUnavailable
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.event_kinds import EventKind
@@ -37,6 +37,7 @@ from elastic_rl.pipeline.records.spool import Spool
 from elastic_rl.pipeline.records.tail_keys import open_history
 from elastic_rl.pipeline.sampling.source_reads import SourceReads
 from elastic_rl.pipeline.waits import Waits
+from elastic_rl.runtime.words import counted
 from elastic_rl.telemetry.trackers import Trackers
 
 log = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class ActorTerm:
         try:
             self.writer.emit(event_kinds.TRACKER_FAILED, name, f"{name} gets no more metrics of the training: {reason}",
                              severity=Severity.WARNING)
-        except EtcdUnavailable:
+        except ElasticRLError:  # this is the tracker's thread: whatever it is, the loop meets it too
             log.warning("tracker %s failed: %s", name, reason)
 
     # -- what is written ----------------------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ class ActorTerm:
 
     def finish(self, step: int) -> None:
         self.member.progress(step, "finished")
-        self._end("finished", event_kinds.RUN_FINISHED, f"finished after {step} steps", step=step)
+        self._end("finished", event_kinds.RUN_FINISHED, f"finished after {counted(step, 'step')}", step=step)
 
     def stop(self, step: int | None, **changes: Any) -> None:
         """Ends the run where it is. ``step``: the committed one, of the phase; None where the trainer is away.

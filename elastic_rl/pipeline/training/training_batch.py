@@ -55,6 +55,19 @@ class ForwardPasses(Protocol):
         """[L] of the loss tokens, by the critic before RL step ``step``."""
 
 
+class NoPasses:
+    """The passes of a job without a trainer, whose settings ask for none: others are refused (``config.checks``)."""
+
+    def reference_logprobs(self, batch: Batch, step: int) -> torch.Tensor:
+        raise TypeError("a job without a trainer has no reference policy")
+
+    def trainer_logprobs(self, batch: Batch, step: int) -> torch.Tensor:
+        raise TypeError("a job without a trainer has no log-probs of one")
+
+    def forward_values(self, batch: Batch, step: int) -> torch.Tensor:
+        raise TypeError("a job without a trainer has no critic")
+
+
 @dataclass(frozen=True)
 class MadeBatch:
     """What a step is trained on."""

@@ -201,7 +201,7 @@ def test_scale_with_wait_shows_progress_until_the_last_engine_is_ready(control: 
     if output == "json":
         assert json.loads(stdout)["state"] == "succeeded"
     else:
-        assert "succeeded: scale of pools/rollout to 3" in stdout and "3 engines are ready" in stdout
+        assert "succeeded: scale of pools/rollout to 3" in stdout and "3 engines ready" in stdout
 
 
 def test_operation_continues_after_a_timeout_and_can_be_cancelled(control: Control, run: Run) -> None:

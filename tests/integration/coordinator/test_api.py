@@ -412,7 +412,12 @@ def test_alert_test_is_sent_once_per_key_and_can_be_followed(cluster: ApiCluster
         assert receiver["receiver"] == planned["receiver"]
         return "" if receiver["status"] == "waiting" else str(receiver["status"])
 
-    assert wait_until(ended, what="the receiver's answer") == "failed", "no server listens there"
+    odd = cluster.keys.receiver("odd")
+    cluster.etcd.put(odd, b"{}")
+    try:
+        assert wait_until(ended, what="the receiver's answer") == "failed", "no server listens there"
+    finally:
+        cluster.etcd.delete(odd)
     problem(api.get("alerts/tests/none"), 404, "not-found")
 
 
@@ -596,14 +601,16 @@ def test_unreadable_records_are_left_out(cluster: ApiCluster, api: httpx.Client,
     keys = cluster.keys
     garbage = [keys.engine("garbage"), keys.operation("op-9-garbage"), keys.event("999-garbage"),
                keys.member("garbage", "m"), keys.version("policy", 10**6), keys.step_metrics(10**6),
-               keys.alert("g/g/g")]
+               keys.alert("g/g/g"), keys.pool_spec("garbage")]
     for key in garbage:
         cluster.etcd.put(key, b"not json")
     cluster.etcd.put(keys.operation("op-9-newer"), b'{"id":"op-9-newer","kind":"of a newer release","target":"x",'
                                                    b'"state":"of a newer release"}')
     cluster.etcd.put(keys.operation("op-9-odd"), b'{"id":"op-9-odd","kind":"scale","target":[1],"not json":0}')
-    for odd in ("operations/op-9-odd", "operations/op-9-garbage", "engines/garbage"):
+    for odd in ("operations/op-9-odd", "operations/op-9-garbage", "engines/garbage", "pools/garbage"):
         problem(api.get(odd), 404, "not-found")
+    problem(api.patch("pools/garbage", json={"desired": 1}, headers={"If-Match": "*"}), 404, "not-found")
+    problem(api.delete("engines/garbage"), 409, "conflict")
     try:
         for path in ("engines", "operations", "operations?state=running", "events", "members?role=garbage", "versions",
                      "steps", "alerts"):

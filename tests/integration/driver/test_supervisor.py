@@ -6,8 +6,9 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,13 +22,15 @@ from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.coordinator.targets import DRIVER, JOB
 from elastic_rl.driver.restart_requests import open_requests
 from elastic_rl.driver.supervisor import STOPPED, DriverSupervisor
-from elastic_rl.errors import EtcdUnavailable, Fenced
+from elastic_rl.errors import Conflict, EtcdUnavailable, Fenced
 from elastic_rl.etcd import events, fencing
-from elastic_rl.etcd.client import EtcdClient, Op
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd.cluster_records import driver_of
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.membership import members
-from elastic_rl.etcd.records import GenerationCap, JobStatus, Member, RestartRequest, Severity
+from elastic_rl.etcd.records import Epoch, GenerationCap, JobStatus, Member, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.etcd.transaction import TxnResult
 from elastic_rl.host import processes
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.net.addresses import LOOPBACK
@@ -40,8 +43,9 @@ class SupervisedJob:
     """A job whose driver is a stub, and its supervisor in a thread."""
 
     def __init__(self, endpoints: list[str], keys: Keys, etcd: EtcdClient, folder: Path,
-                 stop_timeout_s: float = 60.0) -> None:
+                 stop_timeout_s: float = 60.0, backoff_initial_s: float = 2.0) -> None:
         cfg = config.parse({"job": keys.job, "run_dir": str(folder),
+                            "failure_policy": {"backoff_initial_s": backoff_initial_s},
                             "etcd": {"call_timeout_s": 2.0, "retry_budget_s": 1.0},
                             "trainer": {"stop_timeout_s": stop_timeout_s}})
         self.ctx = RunContext(config=cfg, etcd_endpoints=endpoints, job=keys.job, epoch=0, model_dir="", host=LOOPBACK)
@@ -135,6 +139,12 @@ class SupervisedJob:
         self._thread.join(60)
         assert self.code is not None, "the supervisor has not ended"
         return self.code
+
+    def interrupt(self) -> None:
+        """Ends the supervisor as Ctrl-C does."""
+        self._stopping = True
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the supervisor goes on"
 
     def events(self) -> list[str]:
         """Kinds of the events, the oldest first."""
@@ -417,6 +427,119 @@ def test_run_that_is_stopped_while_its_driver_is_down_commits_with_the_next_one(
     assert job.end() == STOPPED and _status(job).message == "of the actor"
 
 
+@pytest.fixture
+def paused(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[SupervisedJob]:
+    """A job whose driver has ended twice, so that the next one is started in five minutes, later than a test waits."""
+    job = SupervisedJob(etcd_servers.endpoints, keys, etcd, tmp_path, backoff_initial_s=300.0)
+    etcd.put(keys.job_status(), JobStatus(phase="starting", step=4).encode())
+    job.start("crashes")
+    wait_until(lambda: job.events().count("driver.restarted") == 2, what="the end of the second driver")
+    yield job
+    job.close()
+
+
+def test_run_that_is_stopped_between_two_drivers_waits_for_no_further_one(paused: SupervisedJob) -> None:
+    paused.stopped = True
+    assert paused.end() == STOPPED
+    assert _status(paused).phase == "stopped" and len(paused.starts()) == 2
+
+
+def test_supervisor_is_interrupted_between_two_drivers(paused: SupervisedJob) -> None:
+    paused.interrupt()
+    assert paused.code is None and len(paused.starts()) == 2
+
+
+class RacedStop:
+    """A supervisor whose write of the stop races with another process: what that one does comes after the supervisor
+    has read what it decides by, and before it writes."""
+
+    def __init__(self, endpoints: list[str], keys: Keys, etcd: EtcdClient, folder: Path, *,
+                 assignment: int = 0) -> None:
+        ctx = SupervisedJob(endpoints, keys, etcd, folder).ctx.model_copy(update={"assignment": assignment})
+        self.etcd, self.keys, self._own = etcd, keys, ctx.connect()
+        self.epoch = fencing.raise_epoch(etcd, keys, holder="driver of this test").number
+        fencing.begin_term(etcd, keys, self.epoch, "actor")
+        self.put(phase="rl", step=16)
+        self.supervisor = DriverSupervisor(ctx, self._own, ["true"], env={})
+        self.supervisor._epoch = self.epoch
+
+    def put(self, **status: Any) -> None:
+        self.etcd.put(self.keys.job_status(), JobStatus(**status).encode())
+
+    def put_stop(self, meanwhile: Callable[[], object], *, times: int = 1) -> str:
+        """``times``: in so many of the supervisor's tries."""
+        txn, reads = self._own.txn, list[object]()
+
+        def raced(compares: Sequence[Compare], then: Sequence[Op], orelse: Sequence[Op] = ()) -> TxnResult:
+            outcome = txn(compares, then, orelse)
+            if all(op == Op.get(op.key) for op in then) and len(reads) < times:
+                reads.append(meanwhile())
+            return outcome
+
+        self._own.txn = raced  # type: ignore[method-assign]
+        return self.supervisor._put_stop()
+
+    @property
+    def status(self) -> JobStatus:
+        return _status(self)
+
+    def close(self) -> None:
+        self._own.close()
+
+
+@pytest.fixture
+def raced(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[RacedStop]:
+    race = RacedStop(etcd_servers.endpoints, keys, etcd, tmp_path)
+    yield race
+    race.close()
+
+
+def test_stop_does_not_replace_the_end_that_the_actor_writes_at_the_same_time(raced: RacedStop) -> None:
+    assert raced.put_stop(lambda: raced.put(phase="finished", step=20, message="of the actor")) == "finished"
+    assert (raced.status.phase, raced.status.message) == ("finished", "of the actor")
+    assert not [e for e in events.recent(raced.etcd, raced.keys) if e.kind == "run.stopped"]
+
+
+def test_stop_says_the_step_that_the_actor_has_reached_at_the_same_time(raced: RacedStop) -> None:
+    assert raced.put_stop(lambda: raced.put(phase="rl", step=17)) == "stopped"
+    assert raced.status.step == 17 and "17" in raced.status.message
+
+
+def test_stop_is_not_written_into_the_epoch_that_another_process_begins_at_the_same_time(raced: RacedStop) -> None:
+    with pytest.raises(Fenced, match="another process"):
+        raced.put_stop(lambda: fencing.raise_epoch(raced.etcd, raced.keys, holder="driver-elsewhere"))
+    assert raced.status.phase == "rl"
+
+
+def test_stop_fences_off_the_actor_that_takes_over_at_the_same_time_under_the_next_number(raced: RacedStop) -> None:
+    assert raced.put_stop(lambda: fencing.begin_term(raced.etcd, raced.keys, raced.epoch, "next actor")) == "stopped"
+    term = raced.etcd.get(raced.keys.actor_term())
+    assert term is not None and Epoch.decode(term.value).holder == "stop"
+    assert term.version == Epoch.decode(term.value).number == 3
+
+
+def test_stop_gives_way_to_a_status_that_is_written_again_and_again(raced: RacedStop) -> None:
+    """Its caller pauses then, and looks whether the time of the stop is over."""
+    with pytest.raises(Conflict, match="concurrently"):
+        raced.put_stop(lambda: raced.put(phase="rl", step=16), times=1000)
+    assert raced.status.phase == "rl"
+
+
+def test_stop_is_not_written_by_a_process_whose_assignment_is_over(
+        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    """The job is carried out on another host, in the same epoch: its driver takes over what runs."""
+    raced = RacedStop(etcd_servers.endpoints, keys, etcd, tmp_path, assignment=1)
+    key = ClusterKeys(keys.job).assignment(driver_of(keys.job))
+    try:
+        etcd.put(key, b"1")
+        with pytest.raises(Fenced):
+            raced.put_stop(lambda: etcd.put(key, b"2"))
+        assert raced.status.phase == "rl"
+    finally:
+        etcd.delete(key)
+        raced.close()
+
+
 def test_drivers_that_crash_during_a_stop_are_no_crash_loop(
         etcd: EtcdClient, keys: Keys, etcd_servers: EtcdServers, tmp_path: Path) -> None:
     """A global restart would give up what is to be committed."""
@@ -460,7 +583,7 @@ def test_recorded_stop_leaves_nothing_of_what_the_run_did_in_its_status(job: Sup
         "", "", "", 0.0, GenerationCap.NONE)
 
 
-def _status(job: SupervisedJob) -> JobStatus:
+def _status(job: SupervisedJob | RacedStop) -> JobStatus:
     found = job.etcd.get(job.keys.job_status())
     assert found is not None
     return JobStatus.decode(found.value)

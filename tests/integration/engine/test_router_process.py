@@ -318,7 +318,7 @@ def test_router_that_cannot_be_ended_is_not_joined_by_another(folder: Path, monk
     with pytest.raises(Conflict, match="runs already"):
         router.launch()
     with monkeypatch.context() as patched:
-        patched.setattr(file_lock, "_holds", lambda pid, target: False)  # as in another container
+        patched.setattr(file_lock, "_locks", lambda pid, fd, target: False)  # as in another container
         elsewhere = router_of(folder, files=ImpatientFiles)
         assert not elsewhere.alive() and elsewhere.url == router.url
         with pytest.raises(Conflict, match="runs already"):

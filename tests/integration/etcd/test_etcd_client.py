@@ -17,6 +17,7 @@ from elastic_rl.etcd import watch as watch_module
 from elastic_rl.etcd.client import Compare, EtcdClient, Op, Watch
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.net.addresses import free_port
+from elastic_rl.trainer.group.refused_commands import RefusedCommands
 
 
 def test_put_get_range_and_delete(etcd: EtcdClient, keys: Keys) -> None:
@@ -95,6 +96,17 @@ def test_recent_events_are_ordered_oldest_first(etcd: EtcdClient, keys: Keys) ->
     assert [e.data["n"] for e in events.recent(etcd, keys, limit=3)] == [2, 3, 4]
 
 
+@pytest.mark.parametrize("odd", [b"{}", b"null", b"[", b'{"id":"1","at":"a","kind":"k","subject":"s","message":"m"}'])
+def test_event_that_cannot_be_read_hides_no_other_and_stops_no_agent(etcd: EtcdClient, keys: Keys, odd: bytes) -> None:
+    etcd.put(keys.event("0"), odd)
+    refused = RefusedCommands(etcd, keys, "trainer")
+    assert not refused.take()
+    written = events.emit(etcd, keys, event_kinds.TRAINER_GROUP_EVENTS["trainer"].refused, "trainer", "no memory")
+    etcd.put(keys.event("999999999999999-odd"), odd)
+    assert events.recent(etcd, keys) == [written]
+    assert refused.take() and not refused.take()
+
+
 # -- leases ------------------------------------------------------------------------------------------------------------
 def test_key_expires_with_its_lease_unless_kept_alive(etcd: EtcdClient, keys: Keys) -> None:
     with etcd.keepalive(20) as kept:
@@ -163,7 +175,7 @@ def test_closed_watch_ends_its_iteration(etcd: EtcdClient, keys: Keys) -> None:
 
 
 def test_closed_watch_ends_while_etcd_is_silent(etcd: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "_LIVENESS_S", 3600.0)
+    monkeypatch.setattr(watch_module.StreamLife, "due_s", lambda life, now: 3600.0)
     watch = etcd.watch(keys.root, start_revision=etcd.put(keys.root + "a", b"1"))
     assert watch.get(30) is not None
     watch.close()

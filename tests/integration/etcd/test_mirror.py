@@ -60,9 +60,7 @@ def test_mirror_that_missed_compacted_changes_reads_all_again(etcd: EtcdClient, 
         _await(lambda: dict(mirror.read(1.0)) == {prefix + "comes": b"2"})
 
 
-def test_pool_is_unknown_while_etcd_is_silent_and_known_after_it(tmp_path: Path, keys: Keys,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_rl.etcd.mirror.SILENT_S", 2.0)
+def test_pool_is_unknown_while_etcd_is_silent_and_known_after_it(tmp_path: Path, keys: Keys) -> None:
     servers = EtcdServers(tmp_path / "etcd", 1).start()
     try:
         with servers.connect(call_timeout_s=1.0) as etcd, ExitStack() as held:

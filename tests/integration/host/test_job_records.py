@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -13,18 +17,23 @@ from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.driver import __main__ as driver
 from elastic_rl.errors import ConfigError, Conflict, ElasticRLError, Fenced
-from elastic_rl.etcd import fencing, job_settings
+from elastic_rl.etcd import events, fencing, job_settings
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import Assignment, ClusterSpec, JobPhase, JobRecord, JobState, RunStatus, driver_of
-from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.etcd.fencing import FencedWriter
+from elastic_rl.etcd.keys import ClusterKeys, Keys
+from elastic_rl.etcd.records import JobStatus
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import cluster_secrets, job_run, processes
 from elastic_rl.host.agent import assigned_work
 from elastic_rl.host.job_run import JobRun, Submission
 from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.processes import OWNER_ENV
 from elastic_rl.host.service_files import SERVICE_FILE_ENV, ServiceFiles
+from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.net.cluster_secret import ClusterSecret
+from elastic_rl.run_service import RunService
 
 SECRET = ClusterSecret.generate()
 
@@ -189,6 +198,157 @@ def test_driver_of_an_older_assignment_begins_nothing(own_etcd: EtcdClient, tmp_
     assert driver._begin(own_etcd, ctx.model_copy(update={"assignment": 0}), "without one") == (3, 3, False)
 
 
+# -- the end with the cluster ------------------------------------------------------------------------------------------
+class BegunRun:
+    """A run that trains on host a, of generation 1, with the status that its actor writes."""
+
+    def __init__(self, run: JobRun, etcd: EtcdClient) -> None:
+        self.run, self.etcd, self.keys = run, etcd, Keys("j")
+        run.submit(etcd, submission(), SECRET)
+        self.assign("a")
+        epoch = fencing.raise_epoch(etcd, self.keys, holder="driver").number
+        self.actor = FencedWriter.of_term(etcd, self.keys, epoch, fencing.begin_term(etcd, self.keys, epoch, "actor"))
+        etcd.put(self.keys.job_status(), JobStatus(phase="rl", step=7, stage="train").encode())
+        self.save()
+
+    def assign(self, host: str) -> None:
+        self.etcd.put(KEYS.assignment(self.run.name), Assignment(host=host).encode())
+
+    def save(self, phase: JobPhase = JobPhase.RUNNING) -> None:
+        self.run.save(self.etcd, RunStatus(submission=1, phase=phase, at=5.0), 1)
+
+    def service(self, generation: int, *, taken_down: bool = False) -> RunService:
+        where: Any = SimpleNamespace(run=self.run, cfg=config.parse({"job": "j"}), host=SimpleNamespace(name="a"),
+                                     taken_down=taken_down, stops_runs=taken_down)
+        return RunService(where, 1, generation)
+
+    @property
+    def status(self) -> JobStatus:
+        found = self.etcd.get(self.keys.job_status())
+        assert found is not None
+        return JobStatus.decode(found.value)
+
+    def stops(self) -> list[str]:
+        return [e.message for e in events.recent(self.etcd, self.keys) if e.kind == "run.stopped"]
+
+    def goes_on(self) -> bool:
+        """Whether nothing says that it has ended."""
+        self.actor.require()
+        return self.run.read().phase is JobPhase.RUNNING and self.status.phase == "rl" and not self.stops()
+
+
+@pytest.fixture
+def begun(run: JobRun, own_etcd: EtcdClient) -> BegunRun:
+    return BegunRun(run, own_etcd)
+
+
+def test_run_that_ended_with_its_cluster_is_on_record_as_stopped(begun: BegunRun) -> None:
+    for _ in range(2):
+        begun.run.end_with_cluster(begun.etcd)
+    assert begun.run.read().phase is JobPhase.STOPPED and begun.run.read().outcome == "stopped with its cluster"
+    assert begun.run.last_seen().phase is JobPhase.STOPPED, "while the cluster is down again"
+    assert (begun.status.phase, begun.status.stage) == ("stopped", "")
+    assert "step 7" in begun.status.message and "could not be committed" in begun.status.message
+    assert begun.stops() == [begun.status.message]
+    with pytest.raises(Fenced):
+        begun.actor.require()
+
+
+def test_end_with_the_cluster_that_was_interrupted_is_completed(begun: BegunRun) -> None:
+    begun.etcd.put(begun.keys.job_status(), JobStatus(phase="stopped", message="of the actor").encode())
+    begun.run.end_with_cluster(begun.etcd)
+    assert begun.run.read().phase is JobPhase.STOPPED and begun.status.message == "of the actor" and not begun.stops()
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("phase", [JobPhase.RUNNING, JobPhase.STOPPED])
+def test_run_that_another_host_has_taken_over_is_not_ended_with_this_one(
+        begun: BegunRun, tmp_path: Path, has_begun: bool, phase: JobPhase) -> None:
+    """It may be in the middle of its commit there. ``phase``: what is known of it here."""
+    begun.run.save_copy(RunStatus(submission=1, phase=phase, at=5.0, generation=1))
+    begun.assign("b")
+    if has_begun:
+        there = JobRun(config.parse({"job": "j", "run_dir": str(tmp_path / "b"), "cluster": "lab"}),
+                       ServiceFiles(tmp_path / "b"), lambda: None, lambda: False)
+        there.save(begun.etcd, RunStatus(submission=1, phase=JobPhase.RUNNING, at=5.0), 2)
+    begun.run.end_with_cluster(begun.etcd)
+    assert begun.goes_on() and begun.run.last_seen().phase is phase
+
+
+def test_run_whose_process_still_ends_writes_its_end_itself(begun: BegunRun, tmp_path: Path) -> None:
+    files = ServiceFiles(tmp_path / "singletons")
+    pid = files.start(quote(begun.run.name, safe=""), ["sleep", "600"], log=tmp_path / "log", generation=1)
+    try:
+        begun.run.end_with_cluster(begun.etcd)
+        assert begun.run.pid == pid and begun.goes_on()
+    finally:
+        processes.stop(pid, grace_s=0.0)
+
+
+@pytest.mark.parametrize("newest", [RunStatus(submission=1, phase=JobPhase.FINISHED, generation=1),
+                                    RunStatus(submission=2, phase=JobPhase.RUNNING, generation=1), None])
+def test_end_with_the_cluster_replaces_no_other_status(begun: BegunRun, newest: RunStatus | None) -> None:
+    """That of another submission is of a time before etcd was restored from a backup."""
+    key = KEYS.run_status("j")
+    begun.etcd.put(key, newest.encode()) if newest is not None else begun.etcd.delete(key)
+    begun.run.end_with_cluster(begun.etcd)
+    found = begun.etcd.get(key)
+    assert (found.value if found is not None else None) == (newest.encode() if newest is not None else None)
+    assert begun.status.phase == "rl" and begun.run.last_seen().phase is JobPhase.RUNNING
+
+
+def test_run_of_which_nobody_knows_whose_status_it_is_goes_on(begun: BegunRun) -> None:
+    """The copy is of an earlier release: its process is started, and stops it."""
+    begun.run.save_copy(RunStatus(submission=1, phase=JobPhase.RUNNING, at=5.0))
+    begun.run.end_with_cluster(begun.etcd)
+    assert begun.goes_on()
+
+
+def test_run_that_had_not_begun_leaves_the_status_of_the_job_as_it_is(begun: BegunRun) -> None:
+    begun.save(JobPhase.STARTING)
+    begun.run.end_with_cluster(begun.etcd)
+    assert begun.run.read().phase is JobPhase.STOPPED and begun.status.phase == "rl" and not begun.stops()
+
+
+def test_end_that_etcd_has_not_answered_is_written_by_the_next_start_of_the_cluster(begun: BegunRun) -> None:
+    gone = RunStatus(submission=1, phase=JobPhase.STOPPED, at=9.0, message="while etcd did not answer")
+    with EtcdClient([f"{LOOPBACK}:1"], call_timeout_s=0.5, retry_budget_s=0.1) as away:
+        begun.service(1, taken_down=True)._end(away, gone)
+    assert begun.goes_on() and begun.run.last_seen().phase is JobPhase.STOPPED
+    begun.run.end_with_cluster(begun.etcd)
+    reading = begun.run.read()
+    assert reading.status == gone.replace(generation=1) and begun.status.phase == "stopped"
+    assert begun.stops() == [begun.status.message]
+
+
+def test_process_that_takes_a_run_over_writes_its_status_under_its_own_generation(
+        begun: BegunRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun.assign("b")
+    service, before = begun.service(2), begun.run.read().status
+    assert before is not None
+
+    def train(submitted: Submission, info: Any, begun_at: float, begin: Callable[[], None], goes_on: Any) -> int:
+        begin()
+        return 0
+
+    monkeypatch.setattr(service, "_train", train)
+    submitted = submission().replace(settings={"job": "j", "trainer": {"stop_timeout_s": 600.0}})
+    done = service._carry_out(begun.etcd, None, submitted, before)  # type: ignore[arg-type]
+    reading = begun.run.read()
+    assert reading.status == begun.run.last_seen().status == before.replace(generation=2, stop_s=600.0)
+    assert done.phase is JobPhase.FINISHED and reading.stop_s == 600.0
+
+
+def test_run_that_is_submitted_once_more_has_the_time_for_its_commit_that_it_was_started_with(begun: BegunRun) -> None:
+    begun.etcd.update(KEYS.job("j"), lambda raw: JobRecord.decode(raw or b"").replace(stop_s=10.0).encode())
+    assert begun.run.read().stop_s == 10.0, "its process is of an earlier release, which does not say"
+    begun.run.save(begun.etcd, RunStatus(submission=1, phase=JobPhase.RUNNING, stop_s=600.0), 1)
+    begun.run.submit(begun.etcd, submission(), SECRET)
+    assert begun.run.read().stop_s == 600.0
+    begun.run.save(begun.etcd, RunStatus(submission=1, phase=JobPhase.STOPPED, stop_s=600.0), 1)
+    assert begun.run.read().stop_s == 10.0
+
+
 # -- the cluster -------------------------------------------------------------------------------------------------------
 def test_runs_of_a_cluster_that_was_taken_down_or_is_owned_are_stopped_by_its_start(
         cluster: Cluster, own_etcd: EtcdClient) -> None:
@@ -208,6 +368,21 @@ def test_runs_of_a_cluster_that_was_taken_down_or_is_owned_are_stopped_by_its_st
     assert not wanted_after_start()
     found = own_etcd.get(KEYS.spec())
     assert found is not None and ClusterSpec.decode(found.value).parallel_jobs == 1
+
+
+@pytest.mark.parametrize("taken_down", [False, True])
+def test_run_has_ended_with_a_cluster_that_was_taken_down_and_not_with_its_owner(
+        cluster: Cluster, own_etcd: EtcdClient, taken_down: bool) -> None:
+    """Where the owner was killed, the process of the run may be between two incarnations, and its actor commits."""
+    own_etcd.put(KEYS.assignment(cluster.run.name), Assignment(host="a").encode())
+    JobPaths.of(cluster.cfg).private.mkdir(parents=True)
+    cluster.run.save(own_etcd, RunStatus(submission=1, phase=JobPhase.RUNNING), 1)
+    cluster._owns = not taken_down
+    if taken_down:
+        cluster.paths.info.rename(cluster.paths.stopped)
+    cluster._put_spec(own_etcd.endpoints)
+    reading = cluster.run.read_from(own_etcd)
+    assert reading.phase is (JobPhase.STOPPED if taken_down else JobPhase.RUNNING) and not reading.wanted
 
 
 def test_no_run_is_started_while_the_cluster_is_taken_down(cluster: Cluster) -> None:

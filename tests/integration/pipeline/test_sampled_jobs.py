@@ -17,6 +17,7 @@ from support.etcd_server import EtcdServers
 from support.waiting import wait_until
 
 from elastic_rl import config
+from elastic_rl.data import step_file
 from elastic_rl.data.samples import Sample, Segment
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.engine.generation import Answers, PromptRequest
@@ -24,18 +25,25 @@ from elastic_rl.errors import EngineFailed, Fenced
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import OutputState, StepMetrics
+from elastic_rl.etcd.records import OutputState, SampleRecord, StepMetrics
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
+from elastic_rl.trainer import replay
 
 WIDE = {"data.options.operand_below": "8", "data.eval_fraction": "0.3", "rollout.groups_per_request": "4"}
 
+_WRONG = (9, 1)
+"""Tokens that are no answer."""
+
 
 class Engines:
-    """Answer every prompt right with the first sample and wrong with the others. ``gates``: how many requests are
-    answered until somebody opens it further; beyond, they hang until then, as ``away`` says."""
+    """Answer every prompt right with the first sample and wrong with the others, those of the ordinals ``hard`` wrong
+    with all. ``gates``: how many requests are answered until somebody opens it further; beyond, they hang until then,
+    as ``away`` says."""
+
+    hard: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -53,13 +61,27 @@ class Engines:
             raise EngineFailed("nobody opened the gate")
         self.asked += [p.ordinal for p in prompts]
         return [[(place, [Sample((Segment(ids, (-0.5,) * len(ids), version=1),)) for ids in (
-            p.prompt.answer_ids or (), *[(9, 1)] * (p.samples - 1))]) for place, p in enumerate(prompts)]]
+            _WRONG if p.ordinal in self.hard else p.prompt.answer_ids or (), *[_WRONG] * (p.samples - 1))])
+            for place, p in enumerate(prompts)]]
 
     def advantages(self, rewards: list[list[float]]) -> list[list[float]]:
         raise AssertionError("nothing is trained")
 
+    def token_advantages(self, batch: bytes) -> Any:
+        raise AssertionError("nothing is trained")
+
+    def score(self, sequences: Any, top: int) -> Any:
+        raise AssertionError("nothing is trained")
+
     def judge(self, request: JudgeRequest) -> list[Judgement]:
         raise AssertionError("no reward asks a judge")
+
+
+class WithAdvantages(Engines):
+    """Centred rewards are advantages."""
+
+    def advantages(self, rewards: list[list[float]]) -> list[list[float]]:
+        return [[r - sum(row) / len(row) for r in row] for row in rewards]
 
 
 class Job(ThreadedJob):
@@ -67,13 +89,13 @@ class Job(ThreadedJob):
 
     roles: Engines
 
-    def __init__(self, dcs: DcsCluster, folder: Path, **given: str) -> None:
+    def __init__(self, dcs: DcsCluster, folder: Path, roles: Engines | None = None, **given: str) -> None:
         self.cfg = config.load(overrides=[f"--{key}={value}" for key, value in {
             **WIDE, "job": dcs.keys.job, "run_dir": str(folder), **given}.items()])
         self.model = make_model_dir(folder / "model", self.cfg)
         super().__init__(dcs.etcd, RunContext(
             config=self.cfg, etcd_endpoints=dcs.etcd_servers.endpoints, job=dcs.keys.job, epoch=dcs.epoch,
-            model_dir=str(self.model), host=LOOPBACK), Engines())
+            model_dir=str(self.model), host=LOOPBACK), roles or Engines())
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (JobPaths.of(self.cfg).folder / name).read_bytes().splitlines()]
@@ -145,6 +167,30 @@ def test_filtered_prompts_are_dropped_on_the_record_and_no_other_takes_their_pla
         assert job.rows("kept.jsonl") == [] and len(job.roles.asked) == 16
         assert sum(json.loads((JobPaths.of(job.cfg).folder / "kept.json").read_text())["dropped"].values()) == 16
         assert sum(job.status().dropped_groups.values()) == 16
+    finally:
+        job.close()
+
+
+def test_batches_of_chosen_steps_are_kept_for_a_trainer_without_what_was_dropped(
+        dcs: DcsCluster, tmp_path: Path) -> None:
+    job = Job(dcs, tmp_path, WithAdvantages(), mode="rejection_sampling", **{
+        "train.prompts_per_step": "8", "train.group_size": "3", "rejection.prompts": "20", "train.keep_steps": "[1, 3]",
+        "rollout.filters": '[{name: difficulty, low: 0.1, high: 0.9}]'})
+    job.roles.hard = frozenset({1, 16})
+    try:
+        job.roles.open(1000)
+        job.start_actor()
+        job.finish()
+        paths = JobPaths.of(job.cfg)
+        assert step_file.steps_in(paths.kept_steps) == [1, 3]
+        for step, groups in ((1, 7), (3, 3)):
+            kept = step_file.read(paths.kept_steps, step, step_file.identity(job.cfg.job, paths.job_id))
+            assert (kept.batch.samples, kept.versions) == (groups * 3, (1,))
+            assert torch.allclose(kept.batch["advantages"], torch.tensor([2 / 3, -1 / 3, -1 / 3] * groups))
+            replay.require_replayable(job.cfg, kept.batch)
+        shown = [SampleRecord.decode(kv.value) for kv in job.etcd.range(job.keys.samples_prefix())[0]]
+        assert {s.step: s.advantage is not None for s in shown} == {1: True, 2: False, 3: True}, "people see them, too"
+        assert len(job.rows("kept.jsonl")) == 18
     finally:
         job.close()
 

@@ -24,7 +24,7 @@ from support.simulated_job import SimulatedJob
 from support.tiers import parametrize
 from support.waiting import wait_until
 
-from elastic_rl.data.queue.row_client import RemoteSamples, RowName, encode_rows, with_attempts
+from elastic_rl.data.queue.row_client import RemoteSamples, RowClient, RowName, encode_rows, with_attempts
 from elastic_rl.data.queue.step_groups import SampleRef
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
@@ -37,6 +37,7 @@ from elastic_rl.pipeline.flow import transfer_queue
 from elastic_rl.pipeline.flow.group_queue import GroupQueue, QueueLoss
 from elastic_rl.pipeline.flow.queues import make_queue
 from elastic_rl.pipeline.flow.transfer_queue import TransferQueueQueue
+from elastic_rl.runtime.backoff import RetryBackoff
 
 skip_module_without("transfer_queue", reason="pip install 'elastic-rl[transfer-queue]'")
 
@@ -220,6 +221,39 @@ def test_slow_call_costs_a_client_and_no_group(queue: TransferQueueQueue, monkey
     assert sum(_of_units(actors, lambda unit: unit.storage_data.active_key_count)) == sum(stored) + 2, "put twice"
     queue.drop([1])
     assert _of_units(actors, lambda unit: unit.storage_data.active_key_count) == stored
+
+
+def test_puts_that_the_pause_of_the_connection_refuses_leave_nothing_that_counts(
+        queue: TransferQueueQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue.put(_group(0))
+    actors = queue._actors
+    assert actors is not None
+
+    def fail(*_: Any) -> None:
+        raise OSError("a socket of the test")
+
+    def refused(match: str) -> None:
+        with pytest.raises(QueueUnavailable, match=match):
+            queue.put(_group(1))
+
+    with monkeypatch.context() as patch:
+        # Pauses that end by the test alone.
+        patch.setattr(actors._connection, "_retry", RetryBackoff(600.0, 600.0))
+        patch.setattr(queue, "_clean_again", RetryBackoff(600.0, 600.0))
+        patch.setattr(RowClient, "put", fail)
+        refused("a socket of the test")
+        patch.setattr(RowClient, "names", fail)
+        for _ in range(2):  # the clean-up before a put, which pauses from the second time on
+            actors._connection._retry.try_now()
+            refused("a socket of the test")
+        for _ in range(2 * queue._capacity):
+            refused("tried again in")
+        actors._connection._retry.try_now()
+        queue._clean_again.try_now()
+        refused("a socket of the test")
+    assert queue._actors is actors and queue.take_loss() is None and list(queue.get([0, 1])) == [0]
+    queue.put(_group(1))
+    assert _read(queue, [(0, 1), (1, 0)]) == [(_group(n).prompt, _group(n).samples[0]) for n in range(2)]
 
 
 def _of_units(actors: Any, call: Callable[[Any], Any]) -> list[Any]:

@@ -39,7 +39,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def replayed(kept: Path, logs: Path, **trainer: Any) -> dict[str, float]:
     logs.mkdir()
-    return replay.run(settings(kept, **trainer), path_of(kept, STEP), STEP, kept / "model", logs, timeout_s=300)
+    return replay.run(settings(kept, **trainer), {STEP: path_of(kept, STEP)}, kept / "model", logs, timeout_s=300)[0]
 
 
 def assert_same(found: dict[str, float], other: dict[str, float]) -> None:
@@ -59,9 +59,20 @@ def test_step_made_again_is_the_same_on_further_sizes(kept: Path, tmp_path: Path
     assert_same(replayed(kept, tmp_path / "split", **sizes), replayed(kept, tmp_path / "one"))
 
 
+def test_each_step_begins_with_what_the_one_before_it_has_made(kept: Path, tmp_path: Path) -> None:
+    """The same samples once more: the first update of the second step no longer finds the policy that made them."""
+    seen = dict[int, dict[str, float]]()
+    files = {STEP: path_of(kept, STEP), STEP + 5: path_of(kept, STEP)}
+    made = replay.run(settings(kept), files, kept / "model", tmp_path, timeout_s=300, on_step=seen.__setitem__)
+    assert list(seen) == list(files) and list(seen.values()) == made
+    first, second = made
+    assert_same(first, replayed(kept, tmp_path / "alone"))
+    assert second["logprob_diff_max"] > 1.5 * first["logprob_diff_max"] and second["lr"] > first["lr"]
+
+
 def test_rank_that_fails_is_named_with_its_error(kept: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainerFailed, match="rank 0 has failed") as error:
-        replay.run(settings(kept), path_of(kept, STEP), STEP, tmp_path, tmp_path, timeout_s=300)
+    with pytest.raises(TrainerFailed, match="rank 0 has failed in step 4") as error:
+        replay.run(settings(kept), {STEP: path_of(kept, STEP)}, tmp_path, tmp_path, timeout_s=300)
     assert f"cannot read {tmp_path / 'config.json'}" in error.value.message
 
 

@@ -40,9 +40,10 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobPaths:
     paths.steps.write_text("".join(json.dumps({"kind": "step", "step": step, "loss": loss}) + "\n"
                                    for step, loss in ((2, 0.5), (3, 9.0), (2, 0.25))))
 
-    def ranks(cfg: Any, file: Path, step: int, model: Path, folder: Path, *, timeout_s: float) -> dict[str, float]:
-        assert file.exists() and model == paths.model.resolve() and folder.is_dir()
-        return {"loss": 0.2, "ranks": float(cfg.trainer.ranks)}
+    def ranks(cfg: Any, files: dict[int, Path], model: Path, folder: Path, *, timeout_s: float
+              ) -> list[dict[str, float]]:
+        assert all(file.exists() for file in files.values()) and model == paths.model.resolve() and folder.is_dir()
+        return [{"loss": 0.2, "ranks": float(cfg.trainer.ranks)} for _ in files]
 
     monkeypatch.setattr(replay, "run", ranks)
     return paths

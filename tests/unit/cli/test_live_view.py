@@ -44,6 +44,16 @@ def test_incomplete_record_is_shown() -> None:
     assert plain_line({"kind": "sampled", "step": 1}, 0).startswith("step 1: – samples of 0 prompts, reward –")
 
 
+def test_sampled_step_says_how_long_its_responses_are_and_how_fast_they_came() -> None:
+    record = {"kind": "sampled", "step": 1, "samples": 32, "groups": [0, 1], "reward_mean": 0.25, "lines": 2,
+              "policy_version": 1, "response_tokens": {"mean": 12.5, "max": 20.0},
+              "seconds": {"generate": 0.5, "total": 2}}
+    assert plain_line(record, 3) == (
+        "step 1/3: 32 samples of 2 prompts, reward 0.250, 2 written, version 1, responses of 12.5 tokens, at most 20, "
+        "800 tokens/s, 2.00 s")
+    assert "tokens/s" not in plain_line({**record, "seconds": {}}, 3)
+
+
 def test_job_that_trains_nothing_is_shown_without_what_training_has() -> None:
     state = RunState(7)
     state.add({"kind": "sampled", "step": 2, "samples": 16, "groups": [0, 1], "reward_mean": 0.5, "lines": 3})

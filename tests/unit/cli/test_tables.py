@@ -34,6 +34,42 @@ def test_ids_on_a_terminal_are_whole_and_only_the_last_column_wraps() -> None:
     assert len(lines) > 3 and all(line.startswith(" ") for line in lines[3:])
 
 
+def _printed(what: Any, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    tables.put(console, what, Format.TABLE)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("width", range(12, 60))
+def test_number_is_never_parted_from_its_unit(width: int) -> None:
+    text = "1.25 GiB of 1007.4 GiB, 345 tokens/s trained, MFU 34.1 %, in 12.5 s"
+    values = ("1.25 GiB", "1007.4 GiB", "345 tokens/s", "34.1 %", "12.5 s")
+    for what in (tables.facts({"throughput": text}), tables.table([{"a": "x" * 20, "memory": text}], ("a", "memory"),
+                                                                 Format.TABLE)):
+        room = width if isinstance(what, tables.Listing) else width + len("throughput  ")
+        assert all(any(value in line for line in _printed(what, room)) for value in values)
+
+
+def test_narrow_terminal_cuts_no_value_and_no_column_off() -> None:
+    row = {"host": "gpu-node-0123", "phase": "ready", "address": "10.11.12.13", "cpus": "96 of 128", "gpus": 8,
+           "services": "etcd, coordinator, dcs", "reason": "a long reason that goes on and on"}
+    for width in range(20, 140, 7):
+        lines = _printed(tables.table([row], tuple(row), Format.TABLE), width)
+        assert not any("…" in line for line in lines)
+        for word in " ".join(map(str, row.values())).split():
+            assert any(word in line for line in lines[1:]), (width, word)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 200))
+def test_widths_fit_where_they_can_and_take_nothing_from_short_values(natural: list[int], room: int) -> None:
+    widths = tables.column_widths(natural, room)
+    assert all(min(n, 16) <= w <= n for n, w in zip(natural, widths, strict=True))
+    if sum(natural) <= room:
+        assert widths == natural
+    elif sum(widths) > room:
+        assert widths == [min(n, 16) for n in natural], "as narrow as it may be"
+
+
 def test_in_a_pipe_each_row_is_one_whole_line() -> None:
     lines = shown(Format.TABLE, terminal=False)
     assert len(lines) == 3 and lines[2].endswith("more than a line")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -488,6 +489,19 @@ def test_reports_of_a_driver_that_was_taken_over_are_no_alert() -> None:
 def test_what_the_driver_reports_of_its_parts_is_an_alert(driver: Member, expected: set[str]) -> None:
     found = conditions(ClusterSnapshot(job="j", epoch=1, members=[driver]), now=0.0)
     assert {key for key in found if key.startswith("compute.")} == expected
+
+
+@pytest.mark.parametrize(("changes", "stream", "short"), [
+    ({}, "policy", False), ({"message": "no room in the cluster"}, "policy", True), ({"pending": 1}, "policy", True),
+    ({"ready": 1}, "policy", True), ({}, "", True)])
+def test_pool_whose_stream_has_no_version_yet_is_not_short(changes: dict[str, Any], stream: str, short: bool) -> None:
+    """In a long supervised phase engines have nothing to serve."""
+    status = PoolStatus(**{"name": "rollout", "ready": 0, "starting": 2, "draining": 0, **changes})
+    spec = PoolSpec(name="rollout", desired=2, stream=stream)
+    seen = ClusterSnapshot(job="j", specs={"rollout": spec}, statuses={"rollout": status})
+    assert ("pool.short/rollout" in conditions(seen, now=0.0)) is short
+    begun = replace(seen, heads={"policy": Version(stream="policy", number=1, state=VersionState.COMMITTED, epoch=1)})
+    assert "pool.short/rollout" in conditions(begun, now=0.0)
 
 
 def test_pool_that_is_short_says_what_it_waits_for() -> None:

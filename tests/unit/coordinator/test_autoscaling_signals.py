@@ -148,7 +148,7 @@ def test_operation_on_the_pool_or_its_engines_makes_it_busy(kind: OperationKind,
 
 
 def test_draining_engine_makes_the_pool_busy() -> None:
-    assert "1 engines drain" in observe(snapshot(*TWO, engine(2, state=EngineState.DRAINING)), POOL, STEP, SYNC).busy
+    assert "1 engine draining" in observe(snapshot(*TWO, engine(2, state=EngineState.DRAINING)), POOL, STEP, SYNC).busy
 
 
 @pytest.mark.parametrize(("ready", "starting", "pending", "blocks"), [

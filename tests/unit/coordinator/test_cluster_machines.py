@@ -308,6 +308,17 @@ def test_run_of_a_job_that_is_submitted_once_more_has_the_time_of_a_stop() -> No
     assert jobs.advance({"a": replace(again, state=ended, driver=Driver())}, 1, 131.0)["a"].submission == 2
 
 
+def test_stop_has_the_time_of_the_submission_that_runs_and_not_of_the_next_one() -> None:
+    running = status(JobPhase.RUNNING).replace(stop_s=600.0)
+    for submission in (1, 2):
+        again = job(JobPhase.RUNNING, submission=submission, seen=1, stop_s=10.0, stopped=submission == 1,
+                    driver=Driver(runs=True, gone=False), run=running)
+        assert jobs.advance({"a": again}, 1, 100.0, 40.0)["a"].stop_deadline_s == 740.0
+    older = job(JobPhase.RUNNING, submission=2, seen=2, stop_s=10.0, stopped=True, run=running,
+                driver=Driver(runs=True, gone=False))
+    assert jobs.advance({"a": older}, 1, 100.0, 40.0)["a"].stop_deadline_s == 150.0, "that run is over"
+
+
 @pytest.mark.parametrize(("record", "submission", "stopped"), [
     (JobRecord(submission=3), 3, False), (JobRecord(submission=3, stopped=True), 3, True),
     (JobRecord(submission=4), 3, True), (None, 3, True), (None, 0, False), (JobRecord(submission=4), 0, False),

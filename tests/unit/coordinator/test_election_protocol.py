@@ -44,8 +44,8 @@ def test_candidate_waits_leads_and_ends_when_its_key_is_gone() -> None:
     protocol = ElectionProtocol("b", 3.0, lambda: True)
     steps = protocol.steps()
     assert next(steps) == Campaign() and steps.send(9) == ReadCandidates()
-    assert steps.send([_kv("b", 9), _kv("a", 4)]) == Wait(1.0) and not protocol.leads
-    assert steps.send(None) == ReadCandidates() and steps.send([_kv("b", 9)]) == Wait(1.0) and protocol.leads
+    assert steps.send([_kv("b", 9), _kv("a", 4)]) == Wait(3.0) and not protocol.leads
+    assert steps.send(None) == ReadCandidates() and steps.send([_kv("b", 9)]) == Wait(3.0) and protocol.leads
     assert steps.send(None) == ReadCandidates()
     assert isinstance(steps.send(None), Wait) and protocol.leads  # etcd did not answer
     assert steps.send(None) == ReadCandidates()

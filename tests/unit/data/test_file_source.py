@@ -113,7 +113,7 @@ def test_jsonl_index_crosses_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_parquet_source_has_the_tables_rows_and_copies_once(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "a.parquet", [{"n": n, "s": {"t": f"{n}"}, "unused": b"x"} for n in range(1300)]))
-    rows = ParquetRows(path, ["n", "s.t"], tmp_path / "job")
+    rows = ParquetRows(path, {"n": "", "s.t": ""}, tmp_path / "job")
     assert len(rows) == 1300 and list(rows.scan()) == [rows.row(n) for n in range(1300)]
     assert rows.row(1299) == {"n": 1299, "s": {"t": "1299"}}
     [copy] = (tmp_path / "job").iterdir()
@@ -122,9 +122,10 @@ def test_parquet_source_has_the_tables_rows_and_copies_once(tmp_path: Path) -> N
         f"{derived._machine()}.{2**22 + 1}", f"{derived._machine()}.{os.getppid()}", f"00000000.{2**22 + 1}"))
     for file in (killed, *others):
         file.touch()
-    assert ParquetRows(path, ["s.t", "n"], tmp_path / "job").row(5)["n"] == 5 and copy.stat().st_mtime_ns == made_at
+    assert ParquetRows(path, {"s.t": "", "n": ""}, tmp_path / "job").row(5)["n"] == 5
+    assert copy.stat().st_mtime_ns == made_at
     write(path, [{"n": -1, "s": {"t": ""}}])
-    assert ParquetRows(path, ["n"], tmp_path / "job").row(0) == {"n": -1}
+    assert ParquetRows(path, {"n": ""}, tmp_path / "job").row(0) == {"n": -1}
     assert not killed.exists() and all(file.exists() for file in others), "others may still write theirs"
     os.utime(others[1], (0, 0))
     derived.write(tmp_path / "job" / "y", "")
@@ -133,7 +134,7 @@ def test_parquet_source_has_the_tables_rows_and_copies_once(tmp_path: Path) -> N
 
 def test_parquet_files_take_no_descriptor_each(tmp_path: Path) -> None:
     before = psutil.Process().num_fds()
-    files = [ParquetRows(Path(write(tmp_path / f"{n}.parquet", [{"n": n}])), ["n"], tmp_path / "job")
+    files = [ParquetRows(Path(write(tmp_path / f"{n}.parquet", [{"n": n}])), {"n": ""}, tmp_path / "job")
              for n in range(99)]
     assert psutil.Process().num_fds() - before <= 70
     (tmp_path / "job" / next(f.name for f in (tmp_path / "job").iterdir() if f.name.startswith("0-"))).unlink()
@@ -317,7 +318,7 @@ def test_duplicates_and_long_prompts_are_left_out_and_the_look_is_remembered(tmp
     assert texts(make(tmp_path, model, **(options | evaluated), long_prompts="drop", duplicates="drop").eval) == [
         "<|user|>new<|end|><|assistant|>"]
     write(tmp_path / "f.jsonl", [long])
-    with pytest.raises(ConfigError, match="all 1 prompts of the evaluation set 'x' have more than 64 tokens"):
+    with pytest.raises(ConfigError, match="no prompt of the evaluation set 'x' has at most 64 tokens"):
         make(tmp_path, model, **(options | evaluated), long_prompts="drop")
     monkeypatch.setattr("elastic_rl.data.scan.scan", lambda *a: pytest.fail("it looked again"))
     assert texts(make(tmp_path, model, duplicates="drop", long_prompts="drop", **options).train) == texts(source.train)
@@ -408,6 +409,19 @@ def test_wrong_file_or_option_is_a_wrong_setting_with_its_place(tmp_path: Path, 
     file.write_bytes((content or "").encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=named):
         make(tmp_path, model, **{"paths": str(tmp_path / "a.jsonl"), **options})
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("setting", "options"), [
+    ("prompt_key", {"prompt_key": "questions"}), ("template", {"prompt_key": "", "template": "{questions}"}),
+    ("messages_key", {"prompt_key": "", "messages_key": "questions"}), ("answer_key", {"answer_key": "questions"}),
+    ("metadata_keys", {"metadata_keys": ["questions"]}), ("chat_template_keys", {"chat_template_keys": ["questions"]})])
+def test_column_that_is_not_there_is_answered_with_the_setting_that_names_it(
+        tmp_path: Path, model: Path, kind: str, setting: str, options: dict[str, Any]) -> None:
+    path = write(tmp_path / f"a.{kind}", ROWS)
+    with pytest.raises(ConfigError, match="has no column 'questions', only question.*did you mean 'question'") as e:
+        make(tmp_path, model, kind, paths=path, **options)
+    assert f"data.options.{setting} names it" in e.value.hint
 
 
 def test_parquet_without_the_column_or_damaged_is_a_wrong_setting(tmp_path: Path, model: Path) -> None:

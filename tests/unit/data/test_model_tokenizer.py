@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ from elastic_rl.data.model_tokenizer import ModelTokenizer
 from elastic_rl.data.prompts import PromptMaker
 from elastic_rl.data.text_options import PromptOptions
 from elastic_rl.errors import ConfigError, SourceFailed
+from elastic_rl.plugins.worker_pool import CallGivenUp, WorkerPool
 
 TEXTS = ["what is 2+2?", "", "it is 4<|end|>", "a"]
 
@@ -40,6 +42,17 @@ def test_end_token_that_tokenizer_config_asks_for_is_no_part_of_a_text(tmp_path:
                         encoding="utf-8")
     tokenizer = ModelTokenizer(folder)
     assert tokenizer.encode_batch(["a"], special_tokens=True) == tokenizer.encode_batch(["a"], special_tokens=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_folder_without_a_tokenizer_is_refused_with_how_to_write_one(tmp_path: Path, family: str) -> None:
+    """For Qwen2 transformers makes a tokenizer of one token, for which all prompts are the same."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="there is no tokenizer in .*, only config.json, tokenizer_config.json") as e:
+        ModelTokenizer(tmp_path).encode_batch(["a"], special_tokens=False)
+    assert "model.path needs" in e.value.hint and "tokenizer.save_pretrained(folder)" in e.value.hint
+    assert ModelTokenizer(make_tokenizer_folder(tmp_path / "saved")).encode_batch(["a"], special_tokens=False)
 
 
 def test_named_chat_template_is_read_and_part_of_the_identity(tmp_path: Path) -> None:
@@ -78,6 +91,21 @@ def test_template_without_an_end_is_a_typed_error_that_names_its_file(
         tokenizer.apply_chat_template([{"role": "user", "content": "hang"}], {})
     assert "loop" in raised.value.hint
     assert tokenizer.apply_chat_template([{"role": "user", "content": "?"}], {}) == "done"
+
+
+def test_process_that_dies_for_another_reason_is_not_the_fault_of_the_template(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = ModelTokenizer(_folder_with(tmp_path, "done"))
+    calls, call = list[object](), WorkerPool.call_and_wait
+
+    def dies_once(pool: WorkerPool, job: object, timeout_s: float) -> object:
+        calls.append(job)
+        if len(calls) == 1:
+            raise CallGivenUp("the worker died")
+        return call(pool, job, timeout_s)
+
+    monkeypatch.setattr(WorkerPool, "call_and_wait", dies_once)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "?"}], {}) == "done" and len(calls) == 2
 
 
 def test_endless_template_names_the_row_of_a_batch_that_it_hangs_at(

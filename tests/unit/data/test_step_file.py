@@ -14,7 +14,7 @@ from support.budget import seeds
 from elastic_rl.config import parse
 from elastic_rl.data import step_file
 from elastic_rl.data.batch import Batch
-from elastic_rl.data.step_file import StepFile, StepKeeper, path_of, read
+from elastic_rl.data.step_file import StepFile, StepKeeper, first_of, path_of, read
 from elastic_rl.errors import ConfigError
 
 JOB = "j 01"
@@ -62,6 +62,38 @@ def test_chosen_steps_alone_are_kept_and_the_newest_of_them(tmp_path: Path, monk
     found = read(tmp_path / "steps", 5, JOB)
     assert found.step == 5 and found.versions == (5,) and found.batch["lengths"].tolist() == [5, 2]
     assert path_of(tmp_path / "steps", 5).stat().st_mode & 0o077 == 0
+
+
+def test_first_batch_of_a_step_that_is_made_again_stays_beside_the_newest(tmp_path: Path) -> None:
+    keeper = StepKeeper([2], tmp_path, JOB)
+    for lengths in ([9, 9, 9], [9, 9], [9]):
+        keeper.keep(2, batch(lengths), [1])
+    assert {p.name for p in tmp_path.iterdir()} == {"step-000002.safetensors", "step-000002-first.safetensors"}
+    assert read(tmp_path, 2, JOB).batch["lengths"].tolist() == [9]
+    os.replace(first_of(tmp_path, 2), path_of(tmp_path, 2))
+    assert read(tmp_path, 2, JOB).batch["lengths"].tolist() == [9, 9, 9]
+
+
+def test_batch_that_is_too_large_or_cannot_be_encoded_stops_no_step(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = StepKeeper([1], tmp_path, JOB)
+    shared = batch([2, 2])
+
+    def lacks_memory(file: StepFile) -> bytes:
+        raise MemoryError
+
+    monkeypatch.setattr(StepFile, "encode", lacks_memory)
+    keeper.keep(1, shared, [1])
+    monkeypatch.setattr(step_file, "MAX_BYTES", 10)
+    monkeypatch.setattr(StepFile, "encode", lambda file: pytest.fail("it is loaded"))
+    keeper.keep(1, shared, [1])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(path_of(tmp_path, 1))
+    with pytest.raises(ConfigError, match="no regular file"):
+        read(tmp_path, 1, JOB)
 
 
 def test_folder_that_cannot_be_written_stops_no_step(tmp_path: Path) -> None:

@@ -132,8 +132,9 @@ def test_diff_counts_changed_elements_of_every_dtype(dtype: torch.dtype, n: int,
 def like(tmp_path: Path) -> Path:
     out = tmp_path / "like"
     out.mkdir()
-    (out / "config.json").write_text("{}")
-    (out / "tokenizer.json").write_text("{}")
+    for name, mode in (("config.json", 0o444), ("tokenizer.json", 0o600)):  # as a shared store, and as a private one
+        (out / name).write_text("{}")
+        (out / name).chmod(mode)
     (out / "model.safetensors").write_bytes(b"old weights")
     return out
 

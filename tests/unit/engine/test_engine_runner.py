@@ -306,6 +306,15 @@ def test_server_that_is_frozen_is_condemned_with_the_file_of_its_stacks(runner: 
     assert condemned == [f"no sign of life for 20 s; its stacks: {path} on h1"] and "<module>" in path.read_text()
 
 
+def test_server_that_is_frozen_is_condemned_whatever_becomes_of_its_stacks(runner: Any) -> None:
+    condemned: list[str] = []
+    runner._server = SimpleNamespace(pids=[1], condemn=condemned.append)
+    runner._ctx = None  # no folder for them can be found
+    with pytest.raises(AttributeError):
+        runner._on_frozen("no sign of life for 20 s")
+    assert condemned == ["no sign of life for 20 s"]
+
+
 def test_external_server_that_is_frozen_has_no_stacks(runner: Any) -> None:
     condemned: list[str] = []
     runner._server = SimpleNamespace(pids=[], condemn=condemned.append)

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc import _common
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import seeds
@@ -66,6 +67,12 @@ def test_refusal_maps_etcd_messages_to_typed_errors(details: str, kind: type[Ela
 def test_channels_reject_an_empty_endpoint_list() -> None:
     with pytest.raises(ConfigError, match="no etcd endpoint"):
         channels.Channels([], call_timeout_s=1, retry_budget_s=1)
+
+
+def test_reader_of_a_stream_is_not_woken_while_nothing_arrives() -> None:
+    waited = list[float]()
+    _common.wait(lambda timeout: bool(waited.append(timeout)), lambda: bool(waited))  # type: ignore[func-returns-value]
+    assert waited == [channels.STREAM_WAIT_S], "another grpcio waits in another way"
 
 
 def test_oldest_candidate_leads() -> None:

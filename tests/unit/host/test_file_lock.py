@@ -69,6 +69,31 @@ def test_holders_have_the_lock_and_not_merely_the_file(tmp_path: Path) -> None:
         assert taken(lock) and holds(os.getpid(), path) and holders(path) == [], "this process is no other one"
 
 
+def test_lock_is_searched_for_once_and_seen_wherever_it_is_after_that(tmp_path: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    path, listed, listdir = tmp_path / "lock", list[str](), os.listdir
+
+    def counted(folder: str) -> list[str]:
+        listed.append(folder)
+        return listdir(folder)
+
+    monkeypatch.setattr("elastic_rl.host.file_lock.os.listdir", counted)
+    with other_process(path, EXCLUSIVE) as pid:
+        assert all(holds(pid, path) for _ in range(5)) and listed == [f"/proc/{pid}/fd"]
+        path.rename(tmp_path / "moved")
+        assert not holds(pid, path), "there is no file"
+        with path.open("w") as other:
+            assert not holds(pid, path), "it is another file, which nobody has locked"
+            assert taken(other) and not holds(pid, path) and holds(os.getpid(), path)
+            elsewhere = os.dup(other.fileno())
+            other.close()
+            assert holds(os.getpid(), path), "the lock has another descriptor now"
+            os.close(elsewhere)
+            assert not holds(os.getpid(), path)
+        assert holds(pid, tmp_path / "moved")
+    assert not holds(pid, tmp_path / "moved"), "it has ended"
+
+
 def test_holders_are_found_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("folder")

@@ -253,6 +253,15 @@ def test_commands_are_safe_to_paste(tmp_path: Path) -> None:
     assert all("--run_dir" not in line for _, line in kept_state.commands(parse({"job": "prod"})))
 
 
+@pytest.mark.parametrize(("mode", "exports"), [("rl", True), ("sft", True), ("eval", False),
+                                               ("rejection_sampling", False)])
+def test_only_a_job_that_trains_is_offered_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str,
+                                                     exports: bool) -> None:
+    monkeypatch.setattr(kept_state, "can_continue", lambda cfg: True)
+    found = dict(kept_state.commands(parse({"job": "prod", "run_dir": str(tmp_path), "mode": mode})))
+    assert "resume" in found and ("export" in found) is exports
+
+
 def test_hints_to_stop_a_job_name_its_run_dir(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = _started(tmp_path, etcd={"endpoints": ["10.0.0.1:2379"]})
     other = parse({"job": "prod", "run_dir": str(tmp_path)})

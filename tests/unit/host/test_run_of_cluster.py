@@ -82,7 +82,7 @@ def test_run_is_not_submitted_where_the_host_agent_does_not_see_it(
     world.start(name="etcd-0")
     monkeypatch.setattr(local_cluster, "_EXIT_GRACE_S", 0.1)
     with monkeypatch.context() as patched:
-        patched.setattr(file_lock, "_holds", lambda pid, target: False)  # as in another container
+        patched.setattr(file_lock, "_locks", lambda pid, fd, target: False)  # as in another container
         with pytest.raises(PreflightFailed, match="run on another machine"):
             world.cluster.submit()
 

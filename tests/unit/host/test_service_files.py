@@ -151,7 +151,7 @@ def test_service_that_only_another_machine_sees_runs_elsewhere(
         services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = services.sleep()
     with monkeypatch.context() as patched:
-        patched.setattr(file_lock, "_holds", lambda pid, target: False)  # as in another container
+        patched.setattr(file_lock, "_locks", lambda pid, fd, target: False)  # as in another container
         record = services.get("a")
         assert record is not None and record.elsewhere and record.running and not record.named
     assert services.running() == [ServiceRecord("a", "", pid, running=True, named=True)]

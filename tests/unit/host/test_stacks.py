@@ -6,21 +6,30 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import seeds
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.errors import ConfigError
-from elastic_rl.host import stacks
-from elastic_rl.host.paths import JobPaths
+from elastic_rl.etcd.heartbeat_folder import HeartbeatFile
+from elastic_rl.etcd.process_state import machine_id, start_ticks
+from elastic_rl.etcd.records import Heartbeat
+from elastic_rl.host import processes, stacks
+from elastic_rl.host.here import heartbeats_here
+from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.host.processes import RUN_MARK
+from elastic_rl.host.service_files import ServiceFiles
 from elastic_rl.host.stacks import MAX_FILES, MAX_TEXT, Named, error_of, program_of, read_all, text_of
+from elastic_rl.runtime.clock import boottime_s
 
 SECRET = "token-of-somebody"
 SLEEPER = """
@@ -67,12 +76,66 @@ def test_once_the_time_is_over_no_further_process_is_read(sleeper: subprocess.Po
     assert found.text == "" and "too long" in found.error
 
 
+def test_processes_beyond_the_most_are_counted(
+        sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "MAX_PROCESSES", 1)
+    first, more = read_all([Named(sleeper.pid), Named(sleeper.pid), Named(sleeper.pid)])
+    assert first.text and (more.pid, more.error) == (0, "2 are not read")
+
+
 def test_job_has_its_marked_processes_and_their_children(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
     cfg = config.parse({"job": "other", "run_dir": str(tmp_path / "runs")})
     assert [process.pid for process in stacks.of_job(cfg, "j")] == [sleeper.pid]
     assert stacks.of_job(cfg, "other") == []
     with pytest.raises(ConfigError, match="no name of a job"):
         stacks.of_job(cfg, "../j")
+
+
+def test_parts_of_other_jobs_are_not_read_though_the_agent_has_started_them(
+        sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """The agent is the parent of the services of all jobs; ``sleeper`` is a process of j."""
+    cfg = config.parse({"job": "other", "run_dir": str(tmp_path / "runs")})
+    files = ServiceFiles(ClusterPaths.of(cfg).agents)
+    program = "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); print(1, flush=True); time.sleep(600)"
+    pid = files.start("agent", [sys.executable, "-c", program], log=tmp_path / "log")
+    try:
+        wait_until(lambda: psutil.Process(pid).children(), what="its child")
+        assert stacks.of_job(cfg, "other") == [Named(pid, "agent")]
+        assert {process.pid for process in stacks.of_job(cfg, "j")} == {pid, sleeper.pid}
+    finally:
+        processes.stop_all([pid], grace_s=0.0)
+
+
+def test_process_of_a_heartbeat_is_read_only_if_it_is_still_the_same(
+        sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    cfg = config.parse({"job": "beats", "run_dir": str(tmp_path / "runs")})
+    folder = heartbeats_here(cfg)
+    folder.path.parent.mkdir(parents=True, mode=0o700)
+
+    def leave(started: int) -> list[Named]:
+        beat = Heartbeat(role="trainer", id="0", incarnation="0123456789abcdef")
+        assert folder.write(HeartbeatFile(beat=beat, pid=sleeper.pid, started=started, machine=machine_id(),
+                                          lease_s=9.0, written_s=boottime_s()))
+        return stacks.of_job(cfg, "beats")
+
+    assert leave(start_ticks(sleeper.pid)) == [Named(sleeper.pid, "trainer/0")]
+    assert leave(start_ticks(sleeper.pid) - 1) == [], "another process has its pid now"
+
+
+def test_stacks_that_take_too_long_or_cannot_be_begun_are_given_up(
+        sleeper: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(stacks, "_HANG_LIMIT_S", 0.05)
+    monkeypatch.setattr(stacks, "read_all", lambda *_, **__: over.wait())
+    assert stacks.write_of_hang(tmp_path, "trainer", [sleeper.pid], "hangs") is None
+    over.set()
+
+    def no_thread(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(stacks, "_HANG_LIMIT_S", 60.0)
+    monkeypatch.setattr(stacks, "read_all", no_thread)
+    assert stacks.write_of_hang(tmp_path, "trainer", [sleeper.pid], "hangs") is None
 
 
 def test_file_of_a_hang_has_the_cause_and_the_stacks_and_old_ones_are_deleted(

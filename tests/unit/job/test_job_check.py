@@ -137,16 +137,60 @@ def test_answers_that_get_nothing_are_pointed_out(local_plugins: Path) -> None: 
         "from elastic_rl.rewards.base import Reward\n"
         "async def reward(prompt, samples):\n    return [Reward(0.0) for _ in samples]\n")
     found = by_part(config.load(overrides=["--rollout.reward=my_zero_reward:reward"]))["reward of the answers"]
-    assert found.detail.endswith("get 0, 0, 0, 0") and not found.fault and "compare the data's answers" in found.hint
+    assert "get 0, 0, 0, 0;" in found.detail and not found.fault and "compare the data's answers" in found.hint
+
+
+def _check_with(folder: Path, name: str, body: str) -> job_check.JobFinding:
+    """What is said of a reward of one response's text, whose module has the name."""
+    (folder / f"{name}.py").write_text(
+        f"from elastic_rl.rewards.base import Reward\ndef one(text, answer):\n    {body}\n"
+        "async def reward(prompt, samples):\n"
+        "    return [Reward(float(one(s.text, prompt.metadata['answer']))) for s in samples]\n")
+    return by_part(config.load(overrides=[f"--rollout.reward={name}:reward"]))["reward of the answers"]
+
+
+def test_reward_is_tried_with_an_empty_and_with_a_wrong_response(local_plugins: Path) -> None:  # noqa: F811
+    """One that raises for an empty response stopped a run in its middle."""
+    found = by_part(config.load())["reward of the answers"]
+    assert found.detail.endswith("get 1, 1, 1, 1; an empty response gets 0, another prompt's answer 0")
+    assert not found.hint and not found.skipped
+    empty = _check_with(local_plugins, "my_empty_reward", "return text[0] == answer[0]")
+    assert "failed for an empty response: IndexError" in empty.fault and "also nothing" in empty.hint
+    wrong = _check_with(local_plugins, "my_wrong_reward", "return {answer: 1, '': 0}[text]")
+    assert "failed for another prompt's answer: KeyError" in wrong.fault
+    same = _check_with(local_plugins, "my_same_reward", "return text.isdigit()")
+    assert not same.fault and "another prompt's answer is worth as much as a right one" in same.hint
+
+
+def test_reward_without_answers_is_tried_with_an_empty_response(tmp_path: Path, model: Path,
+                                                                local_plugins: Path) -> None:  # noqa: F811
+    (local_plugins / "my_length_reward.py").write_text(
+        "from elastic_rl.rewards.base import Reward\n"
+        "async def reward(prompt, samples):\n    return [Reward(len(s.text) / 100) for s in samples]\n")
+    rows = [{"question": f"what is {n} and {n}?"} for n in range(12)]
+    found = by_part(text_job(tmp_path, model, rows, "--data.options.answer_key=''", "--sft.max_steps=0",
+                             "--rollout.reward=my_length_reward:reward"))["reward of the answers"]
+    assert found.detail.startswith("the data have no answers; an empty response gets 0, the prompt in place of ")
+    assert not found.fault and not found.hint
+
+
+def test_part_that_is_not_examined_is_not_called_sound(tmp_path: Path, model: Path) -> None:
+    cfg = text_job(tmp_path, tmp_path / "none", ROWS)
+    assert by_part(cfg)["data"].skipped and not by_part(text_job(tmp_path, model, ROWS))["data"].skipped
+    words = [f"--{key}={value}" for key, value in (("model.path", tmp_path / "none"), ("data.source", "jsonl"))]
+    shown = CliRunner().invoke(app, ["config", "check", *words]).stdout.splitlines()
+    assert any(line.startswith("skip   data: not examined") for line in shown)
+    assert not any(line.startswith("ok     data") for line in shown)
 
 
 def test_rewards_above_the_accuracy_at_which_rl_stops_are_pointed_out(local_plugins: Path) -> None:  # noqa: F811
     (local_plugins / "my_large_reward.py").write_text(
         "from elastic_rl.rewards.base import Reward\n"
-        "async def reward(prompt, samples):\n    return [Reward(5.0) for _ in samples]\n")
+        "async def reward(prompt, samples):\n"
+        "    return [Reward(5.0 * (s.text == prompt.metadata['answer'])) for s in samples]\n")
     named = "--rollout.reward=my_large_reward:reward"
     found = by_part(config.load(overrides=[named]))["reward of the answers"]
-    assert found.detail.endswith("get 5, 5, 5, 5") and not found.fault and "train.stop_eval_accuracy" in found.hint
+    assert "get 5, 5, 5, 5;" in found.detail and not found.fault and "train.stop_eval_accuracy" in found.hint
     free = by_part(config.load(overrides=[named, "--train.stop_eval_accuracy=null"]))["reward of the answers"]
     assert not free.hint
 
@@ -379,7 +423,8 @@ def test_critic_must_have_the_policys_tokens_and_positions_for_its_sequences(tmp
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (bare / name).unlink()
     without = found(f"--critic.model={bare}")["critic"]
-    assert f"tokenizer in {bare}" in without.fault and without.hint.startswith("critic.model needs tokenizer.json")
+    assert f"there is no tokenizer in {bare}" in without.fault
+    assert without.hint.startswith("critic.model needs the model's tokenizer")
     short = altered(tmp_path / "short", model, "config.json", lambda raw: raw.update(max_position_embeddings=8))
     assert "max_position_embeddings=8 is too small" in found(f"--critic.model={short}")["data"].fault
     uneven = found("--critic.trainer.tensor_parallel=3")["critic"]

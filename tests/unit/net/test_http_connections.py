@@ -29,7 +29,7 @@ from support.waiting import wait_until
 
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api.listening import bind, make_server
-from elastic_rl.net import http_connections
+from elastic_rl.net import http_connections, http_server
 from elastic_rl.net.http_connections import Connection, IdleConnections, Limits
 from elastic_rl.net.problem_details import TYPE_PREFIX
 from elastic_rl.net.request_bounds import HEADER_BYTES, UNREAD_BYTES, UNREAD_CHUNKS, UnreadBody
@@ -123,6 +123,13 @@ def closed(sock: socket.socket) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def test_idle_server_ends_as_soon_as_another_thread_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_DATE_S", 3600.0)  # between two dates it waits for nothing else
+    server = Api(Limits(idle=40, idle_per_address=10))
+    assert httpx.get(f"http://127.0.0.1:{server.port}/healthz", timeout=20).headers["date"]
+    server.close()
 
 
 def test_idle_connections_do_not_keep_out_a_request(api: Api) -> None:

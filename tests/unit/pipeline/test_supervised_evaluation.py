@@ -58,3 +58,30 @@ def test_trainer_with_memory_for_none_is_waited_for() -> None:
         result_of(evaluation, StepRefused)
     trainer.most = 100  # a person has corrected it
     assert evaluation.of(DEMONSTRATIONS).left_out < len(DEMONSTRATIONS)
+
+
+SAME_LENGTH = DEMONSTRATIONS[2:3] * 3
+
+
+def test_trainer_goes_back_three_times_from_what_it_has_no_memory_for_at_all() -> None:
+    evaluation = SupervisedEvaluation((trainer := Trainer(0, goes_back=True)).forward)
+    for _ in range(3):
+        with pytest.raises(Conflict):
+            evaluation.of(SAME_LENGTH)
+    for _ in range(2):
+        with pytest.raises(StepRefused, match="went back from 3 evaluations.*there is no memory") as held:
+            evaluation.of(SAME_LENGTH)
+        assert not held.value.went_back and "micro_batch_tokens" in held.value.hint
+    assert len(trainer.longest) == 3, "no pass is sent that would end the ranks again"
+
+
+def test_passes_that_leave_demonstrations_out_or_are_followed_by_one_that_works_are_not_in_vain() -> None:
+    evaluation = SupervisedEvaluation((trainer := Trainer(0, goes_back=True)).forward)
+    demonstrations = [DEMONSTRATIONS[0], DEMONSTRATIONS[-1]]
+    for passes in (3, 2):  # the first one leaves the long one out
+        trainer.most = 0
+        for _ in range(passes):
+            with pytest.raises(Conflict):
+                evaluation.of(demonstrations)
+        trainer.most = 100
+        assert evaluation.of(demonstrations).left_out == 1

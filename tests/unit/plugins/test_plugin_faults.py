@@ -263,7 +263,20 @@ def test_group_whose_reward_fails_is_tried_again_alone(monkeypatch: pytest.Monke
     assert asked.count("1") == 2 and len(asked) <= 6, "one other may show that the reward works"
     [text] = attempts.texts
     assert re.fullmatch("plugin: rollout.reward=mine failed for group 1: RuntimeError: the judge is away "
-                        r"\(\S+py:\d+\)", text)
+                        r"\(\S+py:\d+\), for the response '' \(correct it; `elastic-rl restart roles/actor --job=\S+`"
+                        " then imports it again\\)", text)
+
+
+def test_error_of_a_reward_shows_the_shortest_responses_and_cuts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        return [Reward(float(sample.text.split()[0])) for sample in samples]
+
+    answered = [replace(SAMPLE, text=text) for text in ("7", "9" * 500, "\x1b[2J", "", "", "12 34")]
+    found = _rewarder(monkeypatch, Attempts(failures=1 << 20), reward)._reward.one((_request(0), answered))
+    assert isinstance(found, RewardFault)
+    assert found.error.message.endswith("for the responses '', '7', '\\x1b[2J' and 2 others")
+    found = _rewarder(monkeypatch, Attempts(), reward)._reward.one((_request(0), [replace(SAMPLE, text="a" * 500)]))
+    assert isinstance(found, RewardFault) and found.error.message.endswith(f"for the response '{'a' * 79}…'")
 
 
 @pytest.mark.parametrize(("away", "shown"), [(RewardAway("the judge is away"), "reward: reward: the judge is away"),

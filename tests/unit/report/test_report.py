@@ -106,7 +106,7 @@ def test_report_of_a_job_that_trains_nothing_shows_its_result() -> None:
     page = html.render(report, [])
     assert "pass@2" in page and "&lt;b&gt;math" in page and "<b>math" not in page and "Learning" not in page
     text = [line for name, line in _of_output(report["output"]) if name == "code"]
-    assert text == ["1.000 over 1 prompts, pass@1 1.000, pass@2 1.000"]
+    assert text == ["1.000 over 1 prompt, pass@1 1.000, pass@2 1.000"]
     kept = kept_summary({"samples": 4, "kept": 1, "reward": 2.0, "kept_reward": 1.0}, ConsumedGroups(), file="k.jsonl")
     report = _report([{"kind": "output", "at": 1.0, "step": 1, "result": kept}])
     assert "kept_reward_mean" in html.render(report, []) and dict(_of_output(kept))["kept"] == "1, reward 1.000"

@@ -158,7 +158,7 @@ def test_service_that_is_away_is_left_for_the_next(service: Service) -> None:
     (200, b"no json", "answers no"), (200, b"[]", "answers no"), (200, b'{"rewards": 1}', "answers no"),
     (200, b'{"rewards": ["1"]}', "answers no"), (200, b'{"rewards": [true]}', "answers no"),
     (200, b'{"rewards": [NaN]}', "answers no"), (200, b'{"rewards": [{"parts": {}}]}', "answers no"),
-    (200, b'{"rewards": [1, 2]}', "answers 2 rewards for 1 samples"), (200, b"\xff\xfe", "answers no"),
+    (200, b'{"rewards": [1, 2]}', "answers 2 rewards for 1 sample"), (200, b"\xff\xfe", "answers no"),
     (200, b"x" * (3 << 20), "more than max_answer_mb=1")])
 def test_wrong_answer_is_not_asked_for_again(service: Service, status: int, answer: bytes, named: str) -> None:
     service.answer = lambda body: (status, answer)

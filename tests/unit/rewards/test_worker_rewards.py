@@ -152,6 +152,19 @@ def _call(pool: WorkerPool, what: str, value: Any = 0, timeout_s: float = 20.0) 
     return asyncio.run(pool.call([what, value], timeout_s))
 
 
+def test_libraries_of_numbers_reserve_memory_for_one_thread_however_many_cpus_there_are(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Address space, which has the limit: OpenBLAS takes 41 MB a CPU as numpy is imported."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "64")
+    pool = WorkerPool("os:getenv", 1, memory_mb=1024)
+    try:
+        assert {name: asyncio.run(pool.call(name, 20.0)) for name in (
+            "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")} == {
+            "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    finally:
+        pool.close()
+
+
 def test_output_of_a_function_is_in_its_callers_log(pool: WorkerPool, capfd: pytest.CaptureFixture[str],
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)

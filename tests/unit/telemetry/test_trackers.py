@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import posixpath
+import re
 import struct
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import given
@@ -18,7 +20,7 @@ from support.waiting import wait_until
 
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.report.build import read_records
-from elastic_rl.telemetry.trackers import RewindDetector, Row, Trackers, WandB, scalars
+from elastic_rl.telemetry.trackers import RewindDetector, Row, Trackers, WandB, mlflow_name, scalars
 
 
 def never(name: str, why: str) -> None:
@@ -149,6 +151,21 @@ def _valid(rows: Sequence[dict[str, float]], name: str) -> dict[int, float]:
     return {step: value for step, (_, value) in found.items()}
 
 
+@given(st.text(st.sampled_from("ab/._ 正(%-:"), min_size=1, max_size=8))
+def test_mlflow_takes_every_name(name: str) -> None:
+    """By its rules (``mlflow/utils/validation.py``): these signs only, and a path in its shortest form."""
+    found = mlflow_name(name)
+    assert re.fullmatch(r"[/\w.\- :]*", found)
+    assert posixpath.normpath(found) == found != "." and not found.startswith(("..", "/"))
+    if re.fullmatch(r"\w+(/\w+)*", name):
+        assert found == name
+
+
+def test_mlflow_keeps_names_apart() -> None:
+    names = ["eval/正确/accuracy", "eval/格式/accuracy", "parts/a(b", "parts/a)b", "..", ".", "/math", "math/", "a//b"]
+    assert len({mlflow_name(name) for name in names}) == len(names)
+
+
 def test_mlflow_has_one_run_of_the_job_with_the_last_attempt_valid(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow.tracking", reason="needs the extra mlflow")
@@ -210,7 +227,19 @@ def test_tracker_error_is_reported_without_the_secrets_in_it(monkeypatch: pytest
     trackers = Trackers({"away": away}, lambda name, why: reported.append(why))
     wait_until(lambda: bool(reported), what="the report")
     trackers.close()
-    assert reported == ["SystemExit: https://***@host/x?write_token=***&a=1 said 401 for ***"]
+    assert reported == ["SystemExit: https://…@host/x?write_token=…&a=1 said 401 for …"]
+
+
+def test_error_with_a_whole_page_is_reported_short(tmp_path: Path) -> None:
+    reported: list[str] = []
+
+    def away() -> NoReturn:
+        raise ValueError("<html>" * 1_000_000)
+
+    trackers = Trackers({"away": away}, lambda name, why: reported.append(why))
+    wait_until(lambda: reported, what="the report")
+    trackers.close()
+    assert reported[0].startswith("ValueError: <html>") and len(reported[0]) <= 2000
 
 
 def test_tracker_that_fails_or_hangs_is_reported_once_and_delays_nothing(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,22 @@ def test_chosen_steps_of_chosen_ranks_are_written_and_reported(tmp_path: Path) -
     assert {"aten::mm", "aten::sum"} <= {event.get("name") for event in events}
 
 
+def test_snapshot_of_memory_is_reported_by_another_thread_than_the_ranks(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report goes to etcd, which may be away. There is no GPU here, so torch's functions are stand-ins."""
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("snapshot"))
+    reported = list[tuple[Path, threading.Thread]]()
+    cfg = parse({"trainer": {"profile_steps": [2], "profile": ["memory"]}}).trainer
+    found = StepProfiler(cfg, tmp_path, "trainer", 0, cuda=True,
+                         written=lambda path: reported.append((path, threading.current_thread())))
+    with pytest.raises(StepRefused), found.step("rl", 2):
+        raise StepRefused("it does not fit")
+    found.close()
+    [(path, thread)] = reported
+    assert path.read_text() == "snapshot" and thread is not threading.current_thread()
+
+
 def test_parts_of_a_step_have_files_of_their_own_and_one_made_again_replaces_them(tmp_path: Path) -> None:
     found = profiler(tmp_path)
     for piece in ("part-0", "apply", "apply"):
@@ -67,8 +84,11 @@ def test_oldest_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.filterwarnings("error")
 def test_step_is_made_where_the_profiler_fails_and_its_own_error_is_raised(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StepRefused), profiler(tmp_path).step("rl", 2):
+    failing = profiler(tmp_path / "failing")
+    with pytest.raises(StepRefused), failing.step("rl", 2):
         raise StepRefused("it does not fit")
+    failing.close()
+    assert len(list((tmp_path / "failing").iterdir())) == 1, "what one wants to see of a step that fails"
     (tmp_path / "file").touch()
     found, done = profiler(tmp_path / "file"), []
     with found.step("rl", 2):
@@ -81,7 +101,7 @@ def test_step_is_made_where_the_profiler_fails_and_its_own_error_is_raised(
     monkeypatch.setattr(torch.profiler.profile, "start", no_driver)
     with profiler(tmp_path).step("rl", 2):
         done.append("the profiler does not start")
-    assert len(done) == 2 and [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert len(done) == 2 and {p.name for p in tmp_path.iterdir()} == {"file", "failing"}
 
 
 def test_cpu_has_no_snapshot_of_memory(tmp_path: Path) -> None:

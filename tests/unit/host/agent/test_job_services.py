@@ -36,7 +36,7 @@ class Host:
         self.worker = SimpleNamespace(pid=1, alive=lambda: True, is_complete=lambda: True, missing=set)
         services = SimpleNamespace(
             get=lambda name: name.removeprefix("ray-worker-") in joined or None,
-            all=lambda: [SimpleNamespace(name=f"ray-worker-{job}") for job in joined])
+            names=lambda: [f"ray-worker-{job}" for job in joined])
         cluster: Any = SimpleNamespace(
             cfg=SimpleNamespace(cluster_name="lab"), host=SimpleNamespace(name="here"), services=services,
             of_job=lambda job: SimpleNamespace(run=SimpleNamespace(pid=int(job in runs))),

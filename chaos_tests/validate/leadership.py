@@ -7,18 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from chaos_tests.observation import Change
 from elastic_rl.etcd.keys import ClusterKeys, Keys
-
-
-@dataclass(frozen=True)
-class Change:
-    """One change of one key, as the observer saw it."""
-
-    revision: int
-    put: bool
-    key: str
-    create: int
-    value: str
 
 
 @dataclass

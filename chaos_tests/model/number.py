@@ -1,0 +1,56 @@
+"""A number with a revision that clients read and change: the desired engines of a pool, as the admin API shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from chaos_tests.history import Operation
+
+READ, WRITE = "read", "write"
+
+
+@dataclass(frozen=True)
+class State:
+    """``revision`` is that of the last change whose revision a client was told."""
+
+    value: int
+    revision: int
+    exact: bool = True
+    """False: the number has changed since then, by a write whose answer was lost."""
+    keys: frozenset[str] = field(default=frozenset())
+    """Idempotency keys of the writes that were carried out."""
+
+
+@dataclass(frozen=True)
+class VersionedNumber:
+    """``read``: no argument. ``write``: the argument is the number, or [number, idempotency key]. The result of both is
+    [number, revision]. Revisions grow; a write of the number that is there changes nothing; nor does one whose
+    idempotency key was there already."""
+
+    initial: State
+
+    def step(self, state: State, operation: Operation) -> State | None:
+        if operation.call == READ:
+            return state if operation.ended_s is None else self._seen(state, *operation.result)
+        value, key = operation.argument if isinstance(operation.argument, (list, tuple)) else (operation.argument, "")
+        if key and key in state.keys:  # it was repeated: its answer is the number as it is by then
+            return state if operation.ended_s is None else self._seen(state, *operation.result)
+        keys = state.keys | {key} if key else state.keys
+        if operation.ended_s is None:
+            same = value == state.value
+            return State(value, state.revision, exact=state.exact and same, keys=keys)
+        told, revision = operation.result
+        if told != value:
+            return None
+        if value == state.value:
+            seen = self._seen(state, told, revision)
+            return State(seen.value, seen.revision, seen.exact, keys) if seen is not None else None
+        return State(value, revision, keys=keys) if revision > state.revision else None
+
+    @staticmethod
+    def _seen(state: State, value: int, revision: int) -> State | None:
+        if value != state.value:
+            return None
+        if state.exact:
+            return state if revision == state.revision else None
+        return State(value, revision, keys=state.keys) if revision > state.revision else None

@@ -1,0 +1,126 @@
+"""Schedules of faults: which ones happen at which step of a run. Pure.
+
+A schedule follows from its seed, but it is the file that reproduces a run: another release may draw other faults.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+FORM = 1
+"""Form of the file. One of another form is refused."""
+
+
+@dataclass(frozen=True)
+class Strike:
+    """Faults that happen at once when a step has been done. Names are those of the catalogue."""
+
+    step: int
+    faults: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``steps``: of the run. The last strike comes early enough that the run recovers before its end, which is what its
+    final state is read after."""
+
+    seed: int
+    steps: int
+    strikes: tuple[Strike, ...]
+
+    @property
+    def faults(self) -> int:
+        return sum(len(strike.faults) for strike in self.strikes)
+
+    def to_json(self) -> str:
+        return json.dumps({"form": FORM, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, catalogue: Sequence[str]) -> Schedule:
+        """Raises ValueError for what is no schedule of this form, or names faults that are not in the catalogue."""
+        read = json.loads(text)
+        if not isinstance(read, dict) or read.get("form") != FORM:
+            raise ValueError(f"this is no schedule of form {FORM}")
+        try:
+            strikes = tuple(Strike(_whole(s["step"]), tuple(map(str, s["faults"]))) for s in read["strikes"])
+            found = cls(_whole(read["seed"]), _whole(read["steps"]), strikes)
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"the schedule cannot be read: {type(e).__name__} {e}") from e
+        if unknown := {name for strike in strikes for name in strike.faults} - {*catalogue}:
+            raise ValueError(f"unknown faults: {', '.join(sorted(unknown))}; known: {', '.join(sorted(catalogue))}")
+        steps = [strike.step for strike in strikes]
+        if steps != sorted(set(steps)) or (steps and not 1 <= steps[0] <= steps[-1] <= found.steps):
+            raise ValueError("strikes are at steps of the run, each at its own, in order")
+        return found
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def drawn(seed: int, steps: int, faults: int, catalogue: Mapping[str, float], *, together: float = 0.25,
+          before: int = 2, apart: int = 4, after: int = 6) -> Schedule:
+    """A schedule with this many faults. ``catalogue``: the faults by name, each with its weight. ``together``: share of
+    the strikes that have two faults. ``before``, ``after``: steps at the begin and at the end without a strike.
+    ``apart``: steps from one strike to the next one, at least: a recovery is over when further steps were done.
+
+    Each fault of the catalogue comes once before any comes again, as long as there are enough. Raises ValueError for
+    numbers that do not fit."""
+    if not catalogue or any(weight <= 0 for weight in catalogue.values()) or faults < 1:
+        raise ValueError("a schedule has faults, each with a weight above 0")
+    choose = random.Random(seed)
+    names = sorted(catalogue)
+    order = _shuffled(names, choose)[:faults]
+    order += choose.choices(names, [catalogue[name] for name in names], k=max(0, faults - len(order)))
+    groups = list[tuple[str, ...]]()
+    while order:
+        one = order.pop(0)
+        other = next((n for n in order if n != one), None) if choose.random() < together else None
+        if other is not None:
+            order.remove(other)
+        groups.append((one,) if other is None else (one, other))
+    spare = steps - before - after - (len(groups) - 1) * (apart - 1)  # places if the steps in between took none
+    if len(groups) > spare:
+        raise ValueError(f"{len(groups)} strikes, {apart} steps apart, need more than {steps} steps")
+    places = sorted(choose.sample(range(spare), len(groups)))
+    at = [1 + before + place + i * (apart - 1) for i, place in enumerate(places)]
+    return Schedule(seed, steps, tuple(Strike(step, group) for step, group in zip(at, groups, strict=True)))
+
+
+def _shuffled(names: Sequence[str], choose: random.Random) -> list[str]:
+    return choose.sample(names, len(names))
+
+
+def shrunk(schedule: Schedule, fails: Callable[[Schedule], bool], *, tries: int) -> Schedule:
+    """A schedule that still fails, with as few faults as were found in ``tries`` calls of ``fails``: Zeller's
+    minimizing delta debugging, over single faults. ``schedule`` is one that fails."""
+    parts = [(i, n) for i, strike in enumerate(schedule.strikes) for n in range(len(strike.faults))]
+    size = max(1, len(parts) // 2)
+    while tries > 0 and len(parts) > 1:
+        for first in range(0, len(parts), size):
+            if tries <= 0:
+                break
+            left = parts[:first] + parts[first + size:]
+            tries -= 1
+            if left and fails(_only(schedule, left)):
+                parts = left
+                break
+        else:
+            if size == 1:
+                break
+            size = max(1, size // 2)
+            continue
+        size = max(1, min(size, len(parts) // 2))
+    return _only(schedule, parts)
+
+
+def _only(schedule: Schedule, parts: Sequence[tuple[int, int]]) -> Schedule:
+    kept = [replace(strike, faults=tuple(fault for n, fault in enumerate(strike.faults) if (i, n) in parts))
+            for i, strike in enumerate(schedule.strikes)]
+    return replace(schedule, strikes=tuple(strike for strike in kept if strike.faults))

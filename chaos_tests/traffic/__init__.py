@@ -1,0 +1,1 @@
+"""Workloads that go on while faults happen. Each writes down what its clients did and were told."""

@@ -1,0 +1,120 @@
+"""Clients of the admin API that read and change a pool's desired number through every replica."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import httpx
+from support.coordinators import AUTH
+from support.waiting import wait_until
+
+from chaos_tests.history import Operation, Recorder, Refused, Unknown
+from chaos_tests.model.linearizability import Violation, check
+from chaos_tests.model.number import READ, WRITE, State, VersionedNumber
+from chaos_tests.validate.leadership import Verdict
+from elastic_rl.net import http_client
+
+POOL = "rollout"
+
+
+@dataclass(frozen=True)
+class Written:
+    """One PATCH of the workload. ``status`` 0: no answer."""
+
+    url: str
+    """Of the job on a replica."""
+    status: int
+    desired: int
+    revision: int
+
+
+class PoolClients:
+    """Change and read the pool all the time, through each replica from a thread of its own."""
+
+    def __init__(self, urls: Sequence[str], seed: int) -> None:
+        self.done: list[Written] = []
+        self.recorder = Recorder()
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._work, args=(url, random.Random(seed + n)), daemon=True)
+                         for n, url in enumerate(urls)]
+        for thread in self._threads:
+            thread.start()
+
+    def accepted(self) -> int:
+        return sum(w.status == 200 for w in self.done)
+
+    def more(self, n: int) -> None:
+        """Returns once ``n`` more writes were accepted: the fault is over for the clients."""
+        goal = self.accepted() + n
+        wait_until(lambda: self.accepted() >= goal, what=f"{n} more accepted writes")
+
+    def close(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(15)
+
+    def patch(self, url: str, desired: int, *, client: str = "", timeout_s: float = 2.0) -> Written:
+        """One change, through the replica with this URL of the job."""
+        written = Written(url, 0, desired, 0)
+        with self.recorder.operation(client or url, POOL, WRITE, desired) as answer:
+            try:
+                got = http_client.request("PATCH", f"{url}/pools/{POOL}", json={"desired": desired},
+                                          headers={**AUTH, "If-Match": "*"}, timeout=timeout_s)
+            except httpx.ConnectError:
+                raise Refused from None
+            except httpx.HTTPError:
+                raise Unknown from None
+            written = Written(url, got.status_code, desired, _revision(got))
+            if got.status_code == 504:
+                raise Unknown
+            if got.status_code != 200:
+                raise Refused
+            answer.is_([desired, written.revision])
+        return written
+
+    def read(self, url: str, timeout_s: float = 2.0) -> None:
+        with self.recorder.operation(url, POOL, READ) as answer:
+            try:
+                got = http_client.request("GET", f"{url}/pools/{POOL}", headers=AUTH, timeout=timeout_s)
+            except httpx.HTTPError:
+                raise Refused from None
+            if got.status_code != 200:
+                raise Refused
+            answer.is_([got.json()["desired"], _revision(got)])
+
+    def violations(self, observed: Mapping[int, int]) -> list[Violation]:
+        """Why the clients' answers are not those of one number. ``observed``: what the number was changed to, by
+        revision, as the observer saw it; the first is that from which on there were clients. Raises AssertionError
+        where the clients have read nothing."""
+        history = with_observed(self.recorder.operations(), observed)
+        assert any(o.call == READ and o.ended_s is not None for o in history), "no client has read the pool"
+        first = min(observed)
+        return check(VersionedNumber(State(observed[first], first)), history)
+
+    def _work(self, url: str, choose: random.Random) -> None:
+        while not self._stop.wait(0.02):
+            if choose.random() < 0.5:
+                self.read(url)
+            else:
+                self.done.append(self.patch(url, choose.randint(1, 60)))
+
+
+def with_observed(history: Sequence[Operation], observed: Mapping[int, int]) -> list[Operation]:
+    """The history without the unknown writes that never happened: those of a number to which the observer saw no change
+    beside those of acknowledged writes. The search would have to try each of them everywhere."""
+    told = {o.result[1] for o in history if o.call == WRITE and o.ended_s is not None}
+    unexplained = {desired for revision, desired in observed.items() if revision not in told}
+    return [o for o in history if o.ended_s is not None or o.call == READ or o.argument in unexplained]
+
+
+def _revision(answer: httpx.Response) -> int:
+    return int(answer.headers.get("etag", '"0"').strip('"'))
+
+
+def lost(writes: Iterable[Written], verdict: Verdict) -> list[Written]:
+    """Those that were acknowledged and are not in the store: the acknowledged revision did not set this number. (A
+    write of the number that was there already changes nothing and names the revision that had set it.)"""
+    return [w for w in writes if w.status == 200 and verdict.desired.get(w.revision) != w.desired]
