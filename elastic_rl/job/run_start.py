@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from elastic_rl.algorithms.schedule import learning_rate
 from elastic_rl.config import Config, Stream
-from elastic_rl.dcs.catalog import reads
 from elastic_rl.errors import ConfigError, Conflict
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
@@ -16,7 +15,7 @@ from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.events import build, put_op
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import JobStatus, OutputState, Severity
+from elastic_rl.etcd.records import JobStatus, OutputState, Severity, Version
 from elastic_rl.runtime.words import counted
 
 _TRIES = 8
@@ -42,10 +41,13 @@ class ResumePoint:
 
 
 def resume_point(etcd: EtcdClient, keys: Keys) -> ResumePoint | None:
-    """The state of a job that its next run resumes from; None of one that has committed none. Raises EtcdUnavailable.
-    """
-    if (state := reads.head(etcd, keys, Stream.TRAINER_STATE)) is not None:
-        return ResumePoint(int(state.meta.get("step", 0)), supervised=state.meta.get("phase") != "rl")
+    """The state of a job that its next run resumes from; None of one that has committed none. Where the record of the
+    state cannot be read, its step is that of the job's status. Raises EtcdUnavailable."""
+    if (head := etcd.get(keys.stream_head(Stream.TRAINER_STATE))) is not None:
+        if (state := readable_one(head, Version)) is not None:
+            return ResumePoint(int(state.meta.get("step", 0)), supervised=state.meta.get("phase") != "rl")
+        status = readable_one(etcd.get(keys.job_status()), JobStatus)
+        return ResumePoint(status.step if status is not None else 0)
     output = readable_one(etcd.get(keys.output()), OutputState)
     return ResumePoint(output.step) if output is not None and output.step else None
 

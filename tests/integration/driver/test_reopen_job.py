@@ -106,6 +106,13 @@ def test_warnings_of_the_checks_are_events_of_the_run_that_begins(ctx: RunContex
                                         ("run.warned", Severity.WARNING, "rows: 3 are left out. Look at the files")]
 
 
+def test_state_whose_record_cannot_be_read_refuses_no_run(ctx: RunContext, etcd: EtcdClient, keys: Keys) -> None:
+    put(etcd, keys, JobStatus(phase="failed", step=4, steps=10))
+    etcd.put(keys.stream_head("trainer_state"), b"{}")
+    run_start.open_run(etcd, keys, ctx.config)
+    assert said(etcd, keys) == [("run.resumed", Severity.INFO, "resumes at step 4 of 10")]
+
+
 def test_resume_with_more_steps_warns_of_the_learning_rate(ctx: RunContext, etcd: EtcdClient, keys: Keys) -> None:
     put(etcd, keys, JobStatus(phase="finished", step=5, steps=5))
     commit(etcd, keys, 5)

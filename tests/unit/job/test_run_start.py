@@ -20,7 +20,7 @@ def parse(section: str = "train", **values: Any) -> config.Config:
 
 
 def said(cfg: config.Config, step: int, old_steps: int, *, supervised: bool = False) -> str:
-    before = JobStatus(phase="stopped", **{"sft_steps" if supervised else "steps": old_steps})
+    before = JobStatus(phase="stopped").replace(**{"sft_steps" if supervised else "steps": old_steps})
     return rate_change(cfg, ResumePoint(step, supervised), before)
 
 
