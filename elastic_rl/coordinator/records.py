@@ -6,6 +6,9 @@ from enum import StrEnum
 
 from elastic_rl.etcd.records import Record
 
+COORDINATOR = "coordinator"
+"""Role of the replicas of the coordinator, which are members of each job."""
+
 
 class Leadership(Record):
     """The leadership that was announced last. ``term`` is the create revision of the leader's candidate key."""

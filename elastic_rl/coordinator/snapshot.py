@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from elastic_rl.config import Config, Stream
 from elastic_rl.coordinator.etcd_health import EtcdHealth, EtcdProbe
-from elastic_rl.coordinator.records import FaultLog, LastSeen
+from elastic_rl.coordinator.records import COORDINATOR, FaultLog, LastSeen
 from elastic_rl.coordinator.targets import JOB
 from elastic_rl.dcs.catalog.reads import newest_number
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
@@ -127,10 +127,10 @@ class ClusterSnapshot:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing of the job runs, is suspected or was asked for. Its DCS nodes may run: they are the cluster's
-        as much as the job's."""
-        return not (self.members or self.engines or self.external_engines or self.evidence
-                    or any(seen.suspected_at and not seen.dead for seen in self.registry.values())
+        """Whether nothing of the job runs, is suspected or was asked for. Coordinators and DCS nodes do not count: they
+        are the cluster's as much as the job's."""
+        return not (any(m.role != COORDINATOR for m in self.members) or self.engines or self.external_engines
+                    or self.evidence or any(seen.suspected_at and not seen.dead for seen in self.registry.values())
                     or any(not operation.ended_at for operation in self.operations.values())
                     or any(r.observed_generation < r.generation for r in self.restarts.values()))
 

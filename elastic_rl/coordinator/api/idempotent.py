@@ -13,8 +13,8 @@ from elastic_rl.coordinator.alerts import alert_test
 from elastic_rl.coordinator.api import idempotency, pages
 from elastic_rl.coordinator.api.context import JobContext, caller_of
 from elastic_rl.coordinator.api.idempotency import Claim
-from elastic_rl.coordinator.membership.registry import COORDINATOR
 from elastic_rl.coordinator.problems import Kind, Problem, no_leader
+from elastic_rl.coordinator.records import COORDINATOR
 from elastic_rl.errors import EtcdUnavailable, OutcomeUnknown
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.records import Leader, Member

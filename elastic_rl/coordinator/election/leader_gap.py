@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastic_rl.coordinator.election.election import Election
-from elastic_rl.coordinator.membership import registry
+from elastic_rl.coordinator.records import COORDINATOR
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import decode
@@ -57,7 +57,7 @@ class LeaderGap:
         if last is not None and last.term == term and 0 <= now - last.at < _HEARTBEAT_EVERY_S:
             return
         stopped = last is not None and self._etcd.get(
-            self._keys.registry_entry(registry.COORDINATOR, last.replica)) is None
+            self._keys.registry_entry(COORDINATOR, last.replica)) is None
         ops = [Op.put(key, LeaderHeartbeat(replica=self._election.replica, term=term, at=now).encode())]
         if last is not None and (gap := gap_s(last, term, now, self._bound_s, stopped=stopped)):
             event = events.build(

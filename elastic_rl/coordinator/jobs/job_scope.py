@@ -11,9 +11,9 @@ from elastic_rl.coordinator.alerts.notifier import Notifier
 from elastic_rl.coordinator.api.change_stream import ChangeStream
 from elastic_rl.coordinator.api.context import JobContext, ReplicaContext
 from elastic_rl.coordinator.dcs_sweep import DcsSweep
-from elastic_rl.coordinator.membership.registry import COORDINATOR
 from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.reconciler import Reconciler
+from elastic_rl.coordinator.records import COORDINATOR
 from elastic_rl.coordinator.watch_trigger import WatchTrigger
 from elastic_rl.dcs.catalog.maintenance import Maintenance
 from elastic_rl.dcs.security import Security

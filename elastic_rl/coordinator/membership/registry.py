@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.membership.suspicion import Suspicion, WitnessReports
-from elastic_rl.coordinator.records import LastSeen
+from elastic_rl.coordinator.records import COORDINATOR, LastSeen
 from elastic_rl.etcd.records import DcsNode, Member
 
 DCS = "dcs"
-COORDINATOR = "coordinator"
 DRIVER = "driver"
 BY_LEADER = "leader"
 """``data["by"]`` of events that the leader made from the registry, whose alert the registry opens already."""

@@ -27,13 +27,14 @@ SEEN = LastSeen(role="rollout", id="r", incarnation="i", first_seen=1.0)
 NODE = LastSeen(role="dcs", id="n", incarnation="j", first_seen=1.0)
 OPERATION = Operation(id="o", kind=next(iter(OperationKind)), target="pools/rollout")
 IDLE = ClusterSnapshot(
-    job="j", nodes={"n": DcsNode(id="n", host="h", port=1, pid=2, arena_path="", arena_bytes=1)},
+    job="j", members=[Member(role="coordinator", id="c-0", incarnation="i", pid=3, host="h")],
+    nodes={"n": DcsNode(id="n", host="h", port=1, pid=2, arena_path="", arena_bytes=1)},
     registry={NODE.name: NODE, SEEN.name: SEEN.model_copy(update={"suspected_at": 2.0, "dead_at": 3.0})},
     operations={"o": OPERATION.model_copy(update={"ended_at": 5.0})},
     restarts={"job": RestartRequest(target="job", generation=2, observed_generation=2)})
 
 
-def test_job_of_which_only_the_nodes_run_is_idle() -> None:
+def test_job_of_which_only_coordinators_and_nodes_run_is_idle() -> None:
     assert IDLE.is_idle and ClusterSnapshot(job="j").is_idle
 
 
