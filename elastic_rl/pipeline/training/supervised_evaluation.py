@@ -32,7 +32,8 @@ be something that passes."""
 @dataclass(frozen=True)
 class SupervisedResult:
     exact_match: float
-    """Fraction of the demonstrations whose answers greedy decoding gives."""
+    """Fraction of the demonstrations whose answers greedy decoding gives. One that is left out counts as not given: the
+    longest are left out, and those are not the easiest."""
     loss: float
     """Mean over all tokens of the answers, in nats."""
     left_out: int
@@ -77,7 +78,7 @@ class SupervisedEvaluation:
         self._in_vain = 0
         # Greedy decoding gives the answer exactly when each token of it is the most probable one after those before.
         missed = batch.sequence_sum((~outputs["greedy"]).long())
-        return SupervisedResult(float((missed == 0).float().mean()), -float(outputs["logprobs"].double().mean()),
+        return SupervisedResult(int((missed == 0).sum()) / len(demonstrations), -float(outputs["logprobs"].double().mean()),
                                 len(demonstrations) - len(sent))
 
 

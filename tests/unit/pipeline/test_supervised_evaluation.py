@@ -49,7 +49,9 @@ def test_demonstrations_without_room_are_left_out_of_this_evaluation_and_the_nex
     assert result_of(evaluation, kind).left_out == 1
     attempts = len(trainer.longest)
     assert trainer.longest[0] == 100 and max(trainer.longest[1:]) <= 75
-    assert evaluation.of(DEMONSTRATIONS).left_out == 1 and len(trainer.longest) == attempts + 1
+    found = evaluation.of(DEMONSTRATIONS)
+    assert found.left_out == 1 and len(trainer.longest) == attempts + 1
+    assert found.exact_match == 0.25, "one that is left out is not right"
 
 
 def test_trainer_with_memory_for_none_is_waited_for() -> None:
