@@ -78,8 +78,8 @@ class SupervisedEvaluation:
         self._in_vain = 0
         # Greedy decoding gives the answer exactly when each token of it is the most probable one after those before.
         missed = batch.sequence_sum((~outputs["greedy"]).long())
-        return SupervisedResult(int((missed == 0).sum()) / len(demonstrations), -float(outputs["logprobs"].double().mean()),
-                                len(demonstrations) - len(sent))
+        return SupervisedResult(int((missed == 0).sum()) / len(demonstrations),
+                                -float(outputs["logprobs"].double().mean()), len(demonstrations) - len(sent))
 
 
 def _tokens(demonstration: Prompt) -> int:
