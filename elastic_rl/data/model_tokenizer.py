@@ -48,7 +48,7 @@ class ModelTokenizer:
                               hint=f"{self._setting} names a folder: download the model first")
         self._require_files()
         if not any(any(self._folder.glob(name)) for name in _TOKENS):
-            raise ConfigError(f"there is no tokenizer in {self._folder}, only {self._there()}", hint=(
+            raise ConfigError(f"there is no tokenizer in {self._folder}; it has {self._there()}", hint=(
                 f"{self._setting} needs the model's tokenizer beside its weights: where you have it as an object, "
                 "tokenizer.save_pretrained(folder) writes it there; else download it with the model"))
         from transformers import AutoTokenizer

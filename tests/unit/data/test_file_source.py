@@ -466,7 +466,8 @@ def test_wrong_tokenizer_is_a_wrong_setting(tmp_path: Path, folder: dict[str, An
 def test_missing_or_foreign_model_folder_and_unknown_characters_are_wrong_settings(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)
     (tmp_path / "empty").mkdir()
-    for model, named in ((tmp_path / "none", "there is no folder"), (tmp_path / "empty", "cannot be loaded"),
+    for model, named in ((tmp_path / "none", "there is no folder"),
+                         (tmp_path / "empty", "no tokenizer in .*; it has nothing"),
                          ("", "no token for 'w', only for .*model.path.*make_model_dir")):
         with pytest.raises(ConfigError, match=named):
             make(tmp_path, model, paths=path, apply_chat_template=False)

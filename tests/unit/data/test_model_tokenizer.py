@@ -49,7 +49,7 @@ def test_folder_without_a_tokenizer_is_refused_with_how_to_write_one(tmp_path: P
     """For Qwen2 transformers makes a tokenizer of one token, for which all prompts are the same."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}), encoding="utf-8")
     (tmp_path / "tokenizer_config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ConfigError, match="there is no tokenizer in .*, only config.json, tokenizer_config.json") as e:
+    with pytest.raises(ConfigError, match="no tokenizer in .*; it has config.json, tokenizer_config.json") as e:
         ModelTokenizer(tmp_path).encode_batch(["a"], special_tokens=False)
     assert "model.path needs" in e.value.hint and "tokenizer.save_pretrained(folder)" in e.value.hint
     assert ModelTokenizer(make_tokenizer_folder(tmp_path / "saved")).encode_batch(["a"], special_tokens=False)
