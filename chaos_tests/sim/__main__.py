@@ -42,11 +42,12 @@ def _runs(worlds: list[str], seeds: range, until_s: float) -> int:
             if found is not None:
                 failed += 1
                 if failed <= _SHOWN:
-                    print(f"  {found}\n    again: python -m chaos_tests.sim --worlds {name} --first {found.seed} --seeds 1",
-                          flush=True)
+                    print(f"  {found}", f"    again: python -m chaos_tests.sim --worlds {name} --first {found.seed} "
+                          "--seeds 1", sep="\n", flush=True)
         broken += failed
         left_out = "" if runs == len(seeds) else f", {len(seeds) - runs} not begun in time"
-        print(f"{name:<16} {runs} runs in {time.monotonic() - began:.0f} s, {failed} broke a rule{left_out}", flush=True)
+        took_s = time.monotonic() - began
+        print(f"{name:<16} {runs} runs in {took_s:.0f} s, {failed} broke a rule{left_out}", flush=True)
     return int(broken > 0)
 
 
