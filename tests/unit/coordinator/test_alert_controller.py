@@ -12,94 +12,26 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.alert_simulation import KEYS, SKEW_S, TICK_S, AlertSimulation, Fault, SimulatedLeader
 from support.budget import seeds
 
+from chaos_tests.sim.alerts import (
+    KEYS,
+    LONGEST_SILENCE_S,
+    SKEW_S,
+    TICK_S,
+    AlertSimulation,
+    Fault,
+    check_all_delivered,
+    check_order_and_rate,
+    make,
+    play,
+)
 from elastic_rl.coordinator.alerts import state_machine
-from elastic_rl.coordinator.alerts.receiver_queue import WINDOW_S, ReceiverQueue
-from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
+from elastic_rl.coordinator.alerts.receiver_queue import ReceiverQueue
+from elastic_rl.coordinator.alerts.state_machine import Phase
 from elastic_rl.etcd.records import Severity
 
 SEEDS = seeds(40)
-_LEADERLESS_S = 3.0
-_LONGEST_SILENCE_S = 60.0
-_EPISODE_S = 14.0
-"""A fault lasts longer than any time without a leader and its clock's error, and so does the time between two."""
-
-
-def make(seed: int) -> AlertSimulation:
-    rng = random.Random(seed)
-    sim = AlertSimulation(rng, per_minute=rng.choice([2, 5, 10]), group_wait_s=rng.choice([0.0, 2.0]))
-    sim.faults = [Fault(f"f{n}", reported=n % 3 == 0, severity=rng.choice([Severity.ERROR, Severity.WARNING]))
-                    for n in range(rng.choice([1, 4, 12]))]
-    return sim
-
-
-def play(sim: AlertSimulation, seconds: float, *, crashes: bool = True, unhealthy: bool = True,
-         silences: bool = False) -> None:
-    """Faults come and go while leaders and receivers fail; then nothing fails until everything is delivered."""
-    rng, end = sim.rng, sim.t + seconds
-    toggles = {f.subject: sim.t + rng.uniform(0, 30) for f in sim.faults}
-    stopped: list[SimulatedLeader] = []
-    while sim.t < end:
-        for fault in sim.faults:
-            if sim.t >= toggles[fault.subject]:
-                sim.toggle(fault)
-                toggles[fault.subject] = sim.t + _EPISODE_S + rng.expovariate(1 / 30)
-        if crashes and rng.random() < 0.05:
-            sim.etcd.die_at = sim.etcd.writes + rng.randrange(1, 8)
-        if crashes and not sim.leaderless and rng.random() < 0.02:
-            stopped.append(sim.leaders[-1])
-            sim.leaders[-1].stopped = True
-        if sim.leaderless:
-            wait = rng.uniform(0, _LEADERLESS_S)
-            while wait > 0:
-                sim.tick()
-                wait -= TICK_S
-            sim.elect()
-        if stopped and rng.random() < 0.1:
-            stopped.pop().stopped = False
-        if unhealthy and rng.random() < 0.03:
-            sim.unhealthy[rng.choice(sim.receivers).name] = rng.choice(["dead", "mute", "healthy", "healthy"])
-        if silences and rng.random() < 0.01:
-            sim.silence(rng.choice(sim.faults).subject, rng.uniform(5, _LONGEST_SILENCE_S))
-        sim.tick()
-    sim.unhealthy.clear()
-    sim.etcd.die_at = 0
-    for fault in sim.faults:
-        if fault.present:
-            sim.run(_EPISODE_S)
-            sim.toggle(fault)
-    sim.run(5.0)  # for the last events and silences
-    sim.run_until_settled(60.0 * (4 + 60 / sim.per_minute))
-
-
-def audience(sim: AlertSimulation, alert: Alert) -> set[str]:
-    return {r.name for r in sim.receivers if r.accepts({alert.severity.value})}
-
-
-def check_order_and_rate(sim: AlertSimulation) -> None:
-    first: dict[tuple[str, str, Phase], float] = {}
-    for n, delivered in enumerate(sim.delivered):
-        for i in delivered.alerts:
-            first.setdefault((i, delivered.receiver, delivered.phase), n)
-    for (i, receiver, phase), at in first.items():
-        if phase is Phase.RESOLVED:
-            assert first.get((i, receiver, Phase.FIRING), at) < at, f"{receiver} got the end of {i} before its start"
-    window = WINDOW_S - 2 * SKEW_S
-    for times in sim.attempts.values():
-        for k in range(len(times) - sim.per_minute):
-            assert times[k + sim.per_minute] - times[k] > window - 1.0, "the rate limit was exceeded"
-
-
-def check_all_delivered(sim: AlertSimulation) -> None:
-    """Each episode of each fault is one alert, and its audience got the start and the end of each alert."""
-    assert sim.settled, "something is still pending"
-    kinds = Counter(a.subject for a in sim.opened.values())
-    assert kinds == {f.subject: f.episodes for f in sim.faults if f.episodes}
-    delivered = {(i, d.receiver, d.phase) for d in sim.delivered for i in d.alerts}
-    assert delivered == {(a.id, r, p) for a in sim.opened.values() for r in audience(sim, a)
-                    for p in (Phase.FIRING, Phase.RESOLVED)}
 
 
 @pytest.mark.parametrize("seed", range(SEEDS // 2))
@@ -124,7 +56,7 @@ def test_silence_holds_notifications_back_and_loses_no_end_of_a_notified_alert(s
     sim = make(20_000 + seed)
     play(sim, 200, silences=True)
     check_order_and_rate(sim)
-    sim.run(_LONGEST_SILENCE_S + 2 * SKEW_S)
+    sim.run(LONGEST_SILENCE_S + 2 * SKEW_S)
     sim.run_until_settled(3600)
     assert sim.settled and not sim.etcd.range(KEYS.silences_prefix())[0]
     delivered = {(i, d.receiver, d.phase) for d in sim.delivered for i in d.alerts}

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.alert_simulation import KEYS, MemoryEtcd
 
+from chaos_tests.sim.alerts import KEYS, MemoryEtcd
 from elastic_rl.coordinator.leader_clock import PERSIST_EVERY_S, LeaderClock
 from elastic_rl.etcd.client import Compare, Op
 

@@ -1,9 +1,8 @@
 """The schedule with groups that are generated beside the steps, in a world that crashes
-(``support/flow_simulation.py``), and the flow by itself."""
+(``chaos_tests/sim/flow.py``), and the flow by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.budget import seeds
-from support.flow_simulation import ASYNC_LIMITS, AsyncWorld
-from support.pipeline_simulation import Violation, World
 
+from chaos_tests.sim.flow import ASYNC_LIMITS, AsyncWorld
+from chaos_tests.sim.pipeline import Violation, World
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
-from elastic_rl.data.ledger import GroupLedger
 from elastic_rl.data.samples import FAILED, TRAINER_REFUSED
 from elastic_rl.errors import IllegalTransition
 from elastic_rl.etcd.records import GenerationCap
@@ -84,74 +82,6 @@ def test_undisturbed_run_of_staleness_0_trains_what_a_synchronous_one_trains(at_
             (e.step, e.trained, sorted(e.dropped)) for e in sync.executed if e.phase == "rl"]
         if at_once == 1:
             assert flow.generated == sorted(flow.generated), "in the order of a synchronous run"
-
-
-def _any_staleness(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GroupFlow, "take_stale", lambda self: [])
-    monkeypatch.setattr(GroupFlow, "choose", _without_check(GroupFlow.choose))
-
-
-def _without_check(choose: Any) -> Any:
-    def with_any(self: Any) -> Any:
-        limits, self.limits = self.limits, replace(self.limits, max_staleness=1000)
-        try:
-            return choose(self)
-        finally:
-            self.limits = limits
-
-    return with_any
-
-
-def _leases_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    lease = GroupFlow.lease
-
-    def any_room(self: Any) -> Any:
-        limits, self.limits = self.limits, replace(self.limits, max_staleness=self.limits.max_staleness + 1)
-        try:
-            return lease(self)
-        finally:
-            self.limits = limits
-
-    monkeypatch.setattr(GroupFlow, "lease", any_room)
-
-
-def _lost_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GroupLedger, "release", lambda self, ordinal, **how: None)
-
-
-def _consumed_groups_stay_in_the_flow(monkeypatch: pytest.MonkeyPatch) -> None:
-    resume = GroupFlow.resume
-
-    def without_consumed(self: Any, step: int, version: int, consumed: IntervalSet, branch: Branch) -> Any:
-        return resume(self, step, version, IntervalSet(), branch)
-
-    monkeypatch.setattr(GroupFlow, "resume", without_consumed)
-
-
-def _groups_dropped_during_a_step_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    committed = GroupLedger.commit
-
-    def and_all_dropped(self: Any, consumption: Any) -> None:
-        committed(self, consumption)
-        self._dropped.clear()
-
-    monkeypatch.setattr(GroupLedger, "commit", and_all_dropped)
-
-
-def _groups_of_abandoned_weights_are_as_new_as_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Branch, "abandoned", lambda self, versions: False)
-
-
-@pytest.mark.parametrize("mutate", [
-    _any_staleness, _leases_without_bound, _lost_groups_are_forgotten, _consumed_groups_stay_in_the_flow,
-    _groups_dropped_during_a_step_are_forgotten, _groups_of_abandoned_weights_are_as_new_as_their_number,
-], ids=lambda m: m.__name__.strip("_"))
-def test_world_finds_what_goes_wrong_without_a_guard(mutate: Callable[[pytest.MonkeyPatch], None],
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    with pytest.raises((Violation, IllegalTransition)):
-        for seed in range(MUTANT_SEEDS):
-            AsyncWorld(seed).run()
 
 
 LIMITS = FlowLimits(steps=10, groups_per_step=2, max_staleness=1, max_dropped_groups=4)

@@ -1,4 +1,4 @@
-"""The schedule, the ledger and the writer gate in a world that crashes (``support/pipeline_simulation.py``): every
+"""The schedule, the ledger and the writer gate in a world that crashes (``chaos_tests/sim/pipeline.py``): every
 prompt group is trained on exactly once or dropped, and each guard is needed."""
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from typing import Any
 
 import pytest
 from support.budget import seeds
-from support.flow_simulation import ASYNC_LIMITS, AsyncWorld
-from support.pipeline_simulation import LIMITS, PLAN, Trainer, Violation, World
 
+from chaos_tests.sim.flow import ASYNC_LIMITS, AsyncWorld
+from chaos_tests.sim.pipeline import LIMITS, PLAN, Violation, World
 from elastic_rl import config
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
-from elastic_rl.data.ledger import ConsumedGroups, Consumption, GroupLedger, GroupState, audit
+from elastic_rl.data.ledger import ConsumedGroups, Consumption, GroupState, audit
 from elastic_rl.data.samples import TRAIN_FAILED, TRAINER_REFUSED
 from elastic_rl.errors import Conflict
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.flow import group_flow
 from elastic_rl.pipeline.flow.group_flow import GroupFlow
 from elastic_rl.pipeline.sampling.fault_isolation import DropLimit
-from elastic_rl.trainer import progress
 from elastic_rl.trainer.service import commands
 
 SEEDS = seeds(40)
@@ -232,88 +231,6 @@ def test_disturbed_run_trains_and_drops_what_an_undisturbed_one_does() -> None:
         world = World(seed, limits=limits)
         world.run()
         assert _steps(world) == _steps(quiet), f"seed {seed}"
-
-
-def _without_step_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    def admit(self: Any, command: Any, now: Any, rule: Any = None) -> Any:
-        self.claim(command.epoch, command.term)
-        return self._last[1] if self._last is not None and self._last[0] == command.id else None
-
-    monkeypatch.setattr(commands.WriterGate, "admit", admit)
-
-
-def _without_term_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands.WriterGate, "claim", lambda self, epoch, term: None)
-
-
-def _without_group_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    admit = commands.WriterGate.admit
-
-    def any_group(self: Any, command: Any, now: Any, rule: Any = None) -> Any:
-        self.group = command.group
-        return admit(self, command, now, rule)
-
-    monkeypatch.setattr(commands.WriterGate, "admit", any_group)
-
-
-def _consumed_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    to_json = progress.Progress.to_json
-    monkeypatch.setattr(progress.Progress, "to_json", lambda self: {**to_json(self), "consumed": {}})
-
-
-def _ledger_starts_behind_what_was_consumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    init = GroupLedger.__init__
-    monkeypatch.setattr(GroupLedger, "__init__", lambda self, consumed, *more: init(
-        self, type(consumed)(((0, consumed.stop + 1),)), *more))
-
-
-def _dropped_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    def consumption(self: Any, trained: Any) -> Any:
-        return commands.Consumption(schedule.IntervalSet.from_values(trained))
-
-    monkeypatch.setattr(GroupLedger, "consumption", consumption)
-
-
-def _state_is_not_saved_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    rl = schedule._rl
-
-    def without_save(plan: Any, state: Any, position: Any, flow: Any) -> Any:
-        steps, outcome = rl(plan, state, position, flow), None
-        while True:
-            try:
-                effect = steps.send(outcome)
-            except StopIteration as e:
-                return e.value
-            outcome = True if isinstance(effect, schedule.Save) else (yield effect)
-
-    monkeypatch.setattr(schedule, "_rl", without_save)
-
-
-def _status_pairs_a_step_with_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trainer, "show", lambda self: setattr(self, "shown", (
-        self.progress, self.policy_version, self.branch)))
-
-
-def _any_version_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    lease = GroupFlow.lease
-    monkeypatch.setattr(GroupFlow, "lease", lambda self: (
-        None if (grant := lease(self)) is None else replace(grant, min_version=0)))
-    monkeypatch.setattr(GroupFlow, "take_stale", lambda self: [])
-    monkeypatch.setattr(GroupFlow, "has_stale", False)
-
-
-@pytest.mark.parametrize("mutate", [
-    _without_step_check, _without_term_check, _without_group_check, _consumed_not_stored,
-    _ledger_starts_behind_what_was_consumed, _dropped_groups_are_forgotten, _state_is_not_saved_at_the_end,
-    _any_version_will_do, _status_pairs_a_step_with_the_version_before,
-], ids=lambda m: m.__name__.strip("_"))
-def test_world_finds_what_goes_wrong_without_a_guard(mutate: Callable[[pytest.MonkeyPatch], None],
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    with pytest.raises((Violation, AssertionError, Exception)) as found:
-        for seed in range(MUTANT_SEEDS):
-            World(seed).run()
-    assert isinstance(found.value, Violation), found.value
 
 
 @pytest.mark.parametrize(("accuracy", "steps"), [(None, 2), (0.0, 20), (0.09, 20), (0.1, 2), (0.39, 2), (0.7, 2)])

@@ -1,4 +1,4 @@
-"""The world of ``pipeline_simulation`` in which groups are generated beside the steps, by the real flow.
+"""The world of ``pipeline`` in which groups are generated beside the steps, by the real flow.
 
 An actor has two sides, which are advanced in any order: one carries out the effects of the schedule, the other one
 generates what the flow grants. Rollouts take any time, so that they span versions and overtake one another. The queue
@@ -12,13 +12,13 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from chaos_tests.sim.pipeline import LIMITS, PLAN, Actor, Violation, World
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import Fenced
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.flow.group_flow import FlowCounts, FlowLimits, GroupFlow
 from elastic_rl.pipeline.schedule import Lost, TakenStep
-from support.pipeline_simulation import LIMITS, PLAN, Actor, Violation, World
 
 ASYNC_LIMITS = replace(LIMITS, max_staleness=2, beside_steps=True)
 

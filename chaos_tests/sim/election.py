@@ -284,3 +284,18 @@ class Simulation(ElectionWorld):
         while True:
             yield 0.25
             self.seen.double += sum(r.protocol is not None and r.protocol.leads for r in self.replicas) > 1
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+QUIET_AT_S, END_S = 24.0, 44.0
+
+
+def run(seed: int) -> History:
+    """Raises AssertionError where a stale leader wrote, or where there is no one leader at the end, when nothing has
+    failed for a while."""
+    seen = Simulation(seed, replicas=2 + seed % 3, quiet_at=QUIET_AT_S).run(END_S)
+    assert seen.faults == [], seen.faults
+    assert any(at > END_S - 2 * TTL_S for at, _, _ in seen.applied), "there was no leader at the end"
+    after = {term for at, _, term in seen.applied if at > QUIET_AT_S + 4 * TTL_S}
+    assert len(after) == 1, f"the leader changed without a cause: {after}"
+    return seen

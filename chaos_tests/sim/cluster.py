@@ -1,5 +1,5 @@
 """The cluster in a world that fails: coordinators, host agents, the singletons that they start, an operator with jobs,
-and a model of etcd, all under one virtual clock and one seed (``election_simulation``). What decides is the product's
+and a model of etcd, all under one virtual clock and one seed (``election``). What decides is the product's
 own code: the election, ``cluster_pass`` and the state machines behind it, ``duties``, the restart policy.
 
 Processes are killed and stopped, hosts are cut off, lose power and are taken back after a notice, services end again
@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from chaos_tests.sim.election import TTL_S, ElectionWorld, Node, Process, Replica
 from elastic_rl.coordinator import cluster_pass
 from elastic_rl.coordinator.assignments.state_machine import AssignmentLimits
 from elastic_rl.coordinator.cluster_pass import ClusterLimits, ClusterReading, ClusterWrite
@@ -43,7 +44,6 @@ from elastic_rl.etcd.transaction import Compare, KeyValue, Op
 from elastic_rl.host.agent import duties, restart_policy
 from elastic_rl.host.agent.duties import Adopt, AgentLease, KnownOrders, LocalSingleton, Order, Start, Stop
 from elastic_rl.host.agent.restart_policy import Phase, RestartLimits, ServiceState
-from support.election_simulation import TTL_S, ElectionWorld, Node, Process, Replica
 
 KEYS = ClusterKeys()
 CLOCK_ERROR = 0.2

@@ -1,0 +1,369 @@
+"""Bugs that are planted into the product, each of which its world must catch: the check of the checks.
+
+A planted bug takes one guard away. Where its world no longer catches it, either the guard has become useless, or the
+world does not see any more what it is there for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, Protocol
+from unittest import mock
+
+from chaos_tests.sim.cluster import ClusterWorld
+from chaos_tests.sim.pipeline import Trainer
+from chaos_tests.sim.worlds import WORLDS, Failure, failures
+from elastic_rl.coordinator import cluster_pass
+from elastic_rl.coordinator.assignments import state_machine as assignments
+from elastic_rl.coordinator.cluster_pass import ClusterWrite
+from elastic_rl.coordinator.hosts import state_machine as hosts
+from elastic_rl.data.branch import Branch
+from elastic_rl.data.intervals import IntervalSet
+from elastic_rl.data.ledger import GroupLedger
+from elastic_rl.etcd.cluster_records import Assignment, HostPhase
+from elastic_rl.etcd.transaction import Op
+from elastic_rl.host.agent import duties
+from elastic_rl.host.agent.duties import AgentLease
+from elastic_rl.pipeline import schedule
+from elastic_rl.pipeline.flow.group_flow import GroupFlow
+from elastic_rl.trainer import progress
+from elastic_rl.trainer.service import commands
+
+
+class Patch(Protocol):
+    """Replaces attributes, until the bug is taken out again."""
+
+    def setattr(self, target: Any, name: str, value: Any) -> None: ...
+
+
+class _Patches:
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+
+    def setattr(self, target: Any, name: str, value: Any) -> None:
+        self._stack.enter_context(mock.patch.object(target, name, value))
+
+
+@dataclass(frozen=True)
+class Planted:
+    """``rule``: that of docs/architecture.md which the bug breaks."""
+
+    name: str
+    world: str
+    rule: str
+    what: str
+    plant: Callable[[Patch], None]
+    seed: int = 0
+    """One that has caught it, which is tried first."""
+
+    @contextlib.contextmanager
+    def planted(self) -> Iterator[None]:
+        """Inside, the product has the bug."""
+        with contextlib.ExitStack() as stack:
+            self.plant(_Patches(stack))
+            yield
+
+    def caught(self, seeds: int) -> Failure | None:
+        """The first run that breaks a rule: that of ``seed``, or of so many further ones; None where none does."""
+        with self.planted():
+            tried = failures([self.world], [self.seed, *range(seeds)])
+            return next((found for found in tried if found is not None), None)
+
+
+def _without_step_check(patch: Patch) -> None:
+    def admit(self: Any, command: Any, now: Any, rule: Any = None) -> Any:
+        self.claim(command.epoch, command.term)
+        return self._last[1] if self._last is not None and self._last[0] == command.id else None
+
+    patch.setattr(commands.WriterGate, "admit", admit)
+
+
+def _without_term_check(patch: Patch) -> None:
+    patch.setattr(commands.WriterGate, "claim", lambda self, epoch, term: None)
+
+
+def _without_group_check(patch: Patch) -> None:
+    admit = commands.WriterGate.admit
+
+    def any_group(self: Any, command: Any, now: Any, rule: Any = None) -> Any:
+        self.group = command.group
+        return admit(self, command, now, rule)
+
+    patch.setattr(commands.WriterGate, "admit", any_group)
+
+
+def _consumed_not_stored(patch: Patch) -> None:
+    to_json = progress.Progress.to_json
+    patch.setattr(progress.Progress, "to_json", lambda self: {**to_json(self), "consumed": {}})
+
+
+def _ledger_starts_behind_what_was_consumed(patch: Patch) -> None:
+    init = GroupLedger.__init__
+    patch.setattr(GroupLedger, "__init__", lambda self, consumed, *more: init(
+        self, type(consumed)(((0, consumed.stop + 1),)), *more))
+
+
+def _dropped_groups_are_forgotten(patch: Patch) -> None:
+    def consumption(self: Any, trained: Any) -> Any:
+        return commands.Consumption(schedule.IntervalSet.from_values(trained))
+
+    patch.setattr(GroupLedger, "consumption", consumption)
+
+
+def _state_is_not_saved_at_the_end(patch: Patch) -> None:
+    rl = schedule._rl
+
+    def without_save(plan: Any, state: Any, position: Any, flow: Any) -> Any:
+        steps, outcome = rl(plan, state, position, flow), None
+        while True:
+            try:
+                effect = steps.send(outcome)
+            except StopIteration as e:
+                return e.value
+            outcome = True if isinstance(effect, schedule.Save) else (yield effect)
+
+    patch.setattr(schedule, "_rl", without_save)
+
+
+def _any_version_will_do(patch: Patch) -> None:
+    lease = GroupFlow.lease
+    patch.setattr(GroupFlow, "lease", lambda self: (
+        None if (grant := lease(self)) is None else replace(grant, min_version=0)))
+    patch.setattr(GroupFlow, "take_stale", lambda self: [])
+    patch.setattr(GroupFlow, "has_stale", False)
+
+
+def _status_pairs_a_step_with_the_version_before(patch: Patch) -> None:
+    patch.setattr(Trainer, "show", lambda self: setattr(self, "shown", (
+        self.progress, self.policy_version, self.branch)))
+
+
+def _without_check(choose: Any) -> Any:
+    def with_any(self: Any) -> Any:
+        limits, self.limits = self.limits, replace(self.limits, max_staleness=1000)
+        try:
+            return choose(self)
+        finally:
+            self.limits = limits
+
+    return with_any
+
+
+def _any_staleness(patch: Patch) -> None:
+    patch.setattr(GroupFlow, "take_stale", lambda self: [])
+    patch.setattr(GroupFlow, "choose", _without_check(GroupFlow.choose))
+
+
+def _leases_without_bound(patch: Patch) -> None:
+    lease = GroupFlow.lease
+
+    def any_room(self: Any) -> Any:
+        limits, self.limits = self.limits, replace(self.limits, max_staleness=self.limits.max_staleness + 1)
+        try:
+            return lease(self)
+        finally:
+            self.limits = limits
+
+    patch.setattr(GroupFlow, "lease", any_room)
+
+
+def _lost_groups_are_forgotten(patch: Patch) -> None:
+    patch.setattr(GroupLedger, "release", lambda self, ordinal, **how: None)
+
+
+def _consumed_groups_stay_in_the_flow(patch: Patch) -> None:
+    resume = GroupFlow.resume
+
+    def without_consumed(self: Any, step: int, version: int, consumed: IntervalSet, branch: Branch) -> Any:
+        return resume(self, step, version, IntervalSet(), branch)
+
+    patch.setattr(GroupFlow, "resume", without_consumed)
+
+
+def _groups_dropped_during_a_step_are_forgotten(patch: Patch) -> None:
+    committed = GroupLedger.commit
+
+    def and_all_dropped(self: Any, consumption: Any) -> None:
+        committed(self, consumption)
+        self._dropped.clear()
+
+    patch.setattr(GroupLedger, "commit", and_all_dropped)
+
+
+def _groups_of_abandoned_weights_are_as_new_as_their_number(patch: Patch) -> None:
+    patch.setattr(Branch, "abandoned", lambda self, versions: False)
+
+
+def _no_self_fence(patch: Patch) -> None:
+    why_over = duties._why_over
+    patch.setattr(duties, "_why_over", lambda service, now, lease, known, times: why_over(
+        service, now, AgentLease(now), known, times))
+
+
+def _self_fence_too_late(patch: Patch) -> None:
+    why_over = duties._why_over
+    patch.setattr(duties, "_why_over", lambda service, now, lease, known, times: why_over(
+        service, now, AgentLease(lease.renewed_at + times.lease_ttl_s + times.lost_s), known, times))
+
+
+def _leader_ignores_incarnations(patch: Patch) -> None:
+    decide = assignments.decide
+
+    def of_any_boot(wanted: Any, now: Assignment, generation: int, known: Any, *more: Any) -> Any:
+        return decide(wanted, now, generation, {name: host if name != now.host else replace(
+            host, state=host.state.replace(incarnation=now.incarnation)) for name, host in known.items()}, *more)
+
+    patch.setattr(assignments, "decide", of_any_boot)
+
+
+def _agent_ignores_incarnations(patch: Patch) -> None:
+    why_not = duties._why_not
+    patch.setattr(duties, "_why_not", lambda name, order, incarnation, *more: why_not(
+        name, order, order.assignment.incarnation, *more))
+
+
+def _released_assignments_are_deleted(patch: Patch) -> None:
+    put = ClusterWrite.op
+    patch.setattr(ClusterWrite, "op", property(lambda self: (
+        Op.delete(self.key) if isinstance(self.record, Assignment) and not self.record.host
+        else put.fget(self))))  # type: ignore[attr-defined]
+
+
+def _start_without_a_lease(patch: Patch) -> None:
+    patch.setattr(AgentLease, "allows_start", lambda self, now, times: self.granted_at is not None or now > 0)
+    why_not = duties._why_not
+    patch.setattr(duties, "_why_not", lambda name, order, incarnation, now, lease, known, *more: why_not(
+        name, order, incarnation, now, AgentLease(now, float("-inf")), known, *more))
+
+
+def _start_of_an_older_generation(patch: Patch) -> None:
+    patch.setattr(duties.KnownOrders, "updated", lambda self, read_at, revision, orders: duties.KnownOrders(
+        read_at, revision, orders))
+
+
+def _leader_writes_without_its_guard(patch: Patch) -> None:
+    patch.setattr(ClusterWorld, "_guard", lambda self, replica: [])
+
+
+def _adoption_by_name(patch: Patch) -> None:
+    decide = duties.duties
+
+    def of_any_generation(host: str, incarnation: str, now: float, lease: Any, known: Any, here: Any,
+                          *more: Any) -> Any:
+        def generation(service: Any) -> int:
+            order = known.orders.get(service.name)
+            return order.generation if order is not None else service.generation
+
+        return decide(host, incarnation, now, lease, known, [
+            replace(s, generation=generation(s)) if s.alive else s for s in here], *more)
+
+    patch.setattr(duties, "duties", of_any_generation)
+
+
+def _restarted_agent_ends_what_runs(patch: Patch) -> None:
+    why_over = duties._why_over
+    patch.setattr(duties, "_why_over", lambda service, *more: (
+        why_over(service, *more) if service.adopted else "started by another agent"))
+
+
+def _singletons_move_to_idle_hosts(patch: Patch) -> None:
+    decide = assignments.decide
+
+    def balanced(wanted: Any, now: Assignment, generation: int, known: Any, *more: Any) -> Any:
+        decision, best = decide(wanted, now, generation, known, *more), assignments._best(known, "", ())
+        if decision.assignment is None and now.host and best not in (None, now.host):
+            return assignments._move(wanted, now, {best: known[best]}, [], "it has less to do", 0.0)
+        return decision
+
+    patch.setattr(assignments, "decide", balanced)
+
+
+def _hosts_of_a_stale_reading(patch: Patch) -> None:
+    patch.setattr(cluster_pass, "_host_unchanged", lambda reading, name: ())
+
+
+def _jobs_of_a_stale_reading(patch: Patch) -> None:
+    job_writes = cluster_pass._job_writes
+    patch.setattr(cluster_pass, "_job_writes", lambda *given: [
+        replace(write, compares=()) for write in job_writes(*given)])
+
+
+def _lost_hosts_that_return_are_ready(patch: Patch) -> None:
+    advance = hosts.advance
+
+    def without_joining(before: Any, seen: Any, *more: Any) -> Any:
+        after = advance(before, seen, *more)
+        joins = before is not None and before.phase is HostPhase.LOST and after.phase is HostPhase.JOINING
+        return after.replace(phase=HostPhase.READY) if joins else after
+
+    patch.setattr(hosts, "advance", without_joining)
+
+
+def _suspected_hosts_are_lost_at_once(patch: Patch) -> None:
+    advance = hosts.advance
+    patch.setattr(hosts, "advance", lambda before, seen, leader_s, times: advance(
+        before, seen, leader_s, SimpleNamespace(lost_s=0.0)))  # type: ignore[arg-type]
+
+
+PLANTED: tuple[Planted, ...] = (
+    Planted("without-step-check", "steps", "I5", "the trainer makes any step that it is sent", _without_step_check),
+    Planted("without-term-check", "steps", "I1",
+            "the trainer takes commands of an actor that was replaced", _without_term_check),
+    Planted("without-group-check", "steps", "I1",
+            "the trainer takes commands for the group before it", _without_group_check),
+    Planted("consumed-not-stored", "steps", "I5",
+            "the trainer's state has no groups that were trained on", _consumed_not_stored),
+    Planted("ledger-starts-behind-what-was-consumed", "steps", "I5",
+            "the ledger skips a group at a resume", _ledger_starts_behind_what_was_consumed),
+    Planted("dropped-groups-are-forgotten", "steps", "I5",
+            "dropped groups are on no record", _dropped_groups_are_forgotten),
+    Planted("state-is-not-saved-at-the-end", "steps", "I7",
+            "the state is not saved at the end of the run", _state_is_not_saved_at_the_end),
+    Planted("any-version-will-do", "steps", "I5", "min_version of a request is not checked", _any_version_will_do),
+    Planted("status-pairs-a-step-with-the-version-before", "steps", "I3",
+            "the trainer says a step with the version before it", _status_pairs_a_step_with_the_version_before),
+    Planted("any-staleness", "async", "I5", "groups of any age are trained on", _any_staleness),
+    Planted("leases-without-bound", "async", "I5",
+            "a step more is generated ahead than the staleness allows", _leases_without_bound),
+    Planted("lost-groups-are-forgotten", "async", "I5",
+            "the ledger forgets a group that was lost", _lost_groups_are_forgotten),
+    Planted("consumed-groups-stay-in-the-flow", "async", "I5",
+            "groups that were trained on are trained on again after a resume", _consumed_groups_stay_in_the_flow),
+    Planted("groups-dropped-during-a-step-are-forgotten", "async", "I5",
+            "groups that were dropped during a step are on no record", _groups_dropped_during_a_step_are_forgotten),
+    Planted("groups-of-abandoned-weights-are-as-new-as-their-number", "async", "I5",
+            "samples of abandoned weights are trained on", _groups_of_abandoned_weights_are_as_new_as_their_number),
+    Planted("no-self-fence", "cluster", "I1", "an agent without its lease keeps its singletons", _no_self_fence, 1),
+    Planted("self-fence-too-late", "cluster", "I1",
+            "an agent without its lease ends its singletons too late", _self_fence_too_late, 1),
+    Planted("leader-ignores-incarnations", "cluster", "I12",
+            "an assignment to a host that has booted again stands", _leader_ignores_incarnations),
+    Planted("agent-ignores-incarnations", "cluster", "I1",
+            "an agent carries out what was assigned to its host before it booted", _agent_ignores_incarnations),
+    Planted("released-assignments-are-deleted", "cluster", "I1",
+            "the generation of an assignment begins again at 1", _released_assignments_are_deleted),
+    Planted("start-without-a-lease", "cluster", "I1",
+            "an agent without a lease starts what was assigned to it", _start_without_a_lease, 1),
+    Planted("start-of-an-older-generation", "cluster", "I1",
+            "an agent goes back to an older reading of its assignments", _start_of_an_older_generation, 4),
+    Planted("leader-writes-without-its-guard", "cluster", "I1",
+            "a leader that was replaced writes", _leader_writes_without_its_guard, 9),
+    Planted("adoption-by-name", "cluster", "I1",
+            "a restarted agent adopts a service of an older generation", _adoption_by_name, 1),
+    Planted("restarted-agent-ends-what-runs", "cluster", "I12",
+            "a restarted agent ends what runs", _restarted_agent_ends_what_runs, 1),
+    Planted("singletons-move-to-idle-hosts", "cluster", "I14",
+            "a driver that works is moved to a host that has less to do", _singletons_move_to_idle_hosts),
+    Planted("hosts-of-a-stale-reading", "cluster", "I1",
+            "the leader judges hosts by a stale reading", _hosts_of_a_stale_reading, 10),
+    Planted("jobs-of-a-stale-reading", "cluster", "I1",
+            "the leader writes the states of jobs by a stale reading", _jobs_of_a_stale_reading, 1),
+    Planted("lost-hosts-that-return-are-ready", "cluster", "I1",
+            "a lost host that returns has not given up what it held", _lost_hosts_that_return_are_ready),
+    Planted("suspected-hosts-are-lost-at-once", "cluster", "I14",
+            "a host that is slow for a moment is lost", _suspected_hosts_are_lost_at_once, 10),
+)
+assert all(bug.world in WORLDS for bug in PLANTED)
