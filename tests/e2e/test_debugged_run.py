@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,22 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), full(
 SETTINGS = {"rollout.engines": 1, "train.steps": 2, "train.prompts_per_step": 8, "train.group_size": 4,
             "train.updates_per_step": 1, "sft.max_steps": 0, "data.options.operand_below": 30,
             "trainer.tensor_parallel": 1, "trainer.data_parallel": 2,
-            "train.keep_steps": [1], "trainer.profile_steps": [1], "trainer.profile_ranks": [1]}
+            "rollout.reward": "sum_reward:reward", "train.keep_steps": [1], "trainer.profile_steps": [1],
+            "trainer.profile_ranks": [1]}
 
 
-def test_kept_step_is_made_again_with_the_numbers_of_the_run(tmp_path: Path) -> None:
+REWARD = """from elastic_rl.rewards.base import Reward
+async def reward(prompt, samples):
+    return [Reward(float(sum(sample.response_ids) % 5)) for sample in samples]
+"""
+"""It differs among the responses of a model that has learned nothing."""
+
+
+def test_kept_step_is_made_again_with_the_numbers_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step of a job without a supervised phase: it was made from the model that the job began with."""
+    (tmp_path / "sum_reward.py").write_text(REWARD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
     with whole_job(tmp_path / "run", SETTINGS) as job:
         job.run()
         cfg, paths = job.cluster.cfg, JobPaths.of(job.cluster.cfg)
