@@ -76,7 +76,7 @@ def drawn(seed: int, steps: int, faults: int, catalogue: Mapping[str, float], *,
         raise ValueError("a schedule has faults, each with a weight above 0")
     choose = random.Random(seed)
     names = sorted(catalogue)
-    order = _shuffled(names, choose)[:faults]
+    order = choose.sample(names, len(names))[:faults]
     order += choose.choices(names, [catalogue[name] for name in names], k=max(0, faults - len(order)))
     groups = list[tuple[str, ...]]()
     while order:
@@ -91,10 +91,6 @@ def drawn(seed: int, steps: int, faults: int, catalogue: Mapping[str, float], *,
     places = sorted(choose.sample(range(spare), len(groups)))
     at = [1 + before + place + i * (apart - 1) for i, place in enumerate(places)]
     return Schedule(seed, steps, tuple(Strike(step, group) for step, group in zip(at, groups, strict=True)))
-
-
-def _shuffled(names: Sequence[str], choose: random.Random) -> list[str]:
-    return choose.sample(names, len(names))
 
 
 def shrunk(schedule: Schedule, fails: Callable[[Schedule], bool], *, tries: int) -> Schedule:

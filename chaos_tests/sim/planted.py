@@ -57,7 +57,7 @@ class Planted:
     what: str
     plant: Callable[[Patch], None]
     seed: int = 0
-    """One that has caught it, which is tried first."""
+    """The seed that is tried first, since it has caught the bug."""
 
     @contextlib.contextmanager
     def planted(self) -> Iterator[None]:

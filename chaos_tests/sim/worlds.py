@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from chaos_tests.sim import alerts, election
-from chaos_tests.sim.cluster import ClusterWorld
+from chaos_tests.sim import alerts, cluster, election
 from chaos_tests.sim.flow import ASYNC_LIMITS, AsyncWorld
 from chaos_tests.sim.pipeline import LIMITS, PLAN, World
 from elastic_rl.pipeline.sampling.fault_isolation import DropLimit
@@ -44,8 +43,7 @@ WORLDS: Mapping[str, SimWorld] = {
         seed, replace(ASYNC_LIMITS, max_staleness=seed % 2, groups_per_part=1 + seed % 2)).run()),
     "async-liars": SimWorld("the same, with engines that say versions they do not have", _async_liars),
     "election": SimWorld("replicas that lead: pauses, partitions, expired leases, wrong clocks", election.run),
-    "cluster": SimWorld("leader and host agents: hosts lose power and network and come back", lambda seed: ClusterWorld(
-        seed, parallel=4 if seed % 5 == 4 else 3).run()),
+    "cluster": SimWorld("leader and host agents: hosts lose power and network and come back", cluster.run),
     "alerts": SimWorld("alerts from fault to receiver: leaders die in each write, receivers fail", alerts.run),
 }
 

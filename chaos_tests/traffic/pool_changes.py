@@ -25,7 +25,7 @@ class Written:
     """One PATCH of the workload. ``status`` 0: no answer."""
 
     url: str
-    """Of the job on a replica."""
+    """URL of the job on a replica."""
     status: int
     desired: int
     revision: int
@@ -115,6 +115,6 @@ def _revision(answer: httpx.Response) -> int:
 
 
 def lost(writes: Iterable[Written], verdict: Verdict) -> list[Written]:
-    """Those that were acknowledged and are not in the store: the acknowledged revision did not set this number. (A
+    """The writes that were acknowledged and are not in the store: the acknowledged revision did not set this number. (A
     write of the number that was there already changes nothing and names the revision that had set it.)"""
     return [w for w in writes if w.status == 200 and verdict.desired.get(w.revision) != w.desired]

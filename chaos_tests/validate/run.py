@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from chaos_tests.nemesis.schedule import Schedule
@@ -39,8 +39,8 @@ class Evidence:
     """Steps of which etcd has the metrics."""
     max_staleness: int
     alerts: Sequence[Alert] = ()
-    """As etcd had them at the end of the run."""
-    leftovers: Sequence[str] = field(default=())
+    """The alerts that etcd had at the end of the run."""
+    leftovers: Sequence[str] = ()
     """Processes, files and segments that were there after the cluster was taken down."""
 
 

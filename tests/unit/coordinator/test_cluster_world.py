@@ -7,14 +7,9 @@ from collections import Counter
 import pytest
 from support.budget import seeds
 
-from chaos_tests.sim.cluster import ClusterWorld, Violation
+from chaos_tests.sim.cluster import Violation, run
 
 SEEDS, BATCHES = seeds(20), 2
-MUTANT_SEEDS = 60
-
-
-def _world(seed: int) -> ClusterWorld:
-    return ClusterWorld(seed, parallel=4 if seed % 5 == 4 else 3)
 
 
 @pytest.mark.timeout(600 + SEEDS)
@@ -23,7 +18,7 @@ def test_assignments_have_one_effective_holder_and_are_carried_out_whatever_fail
     seen: Counter[str] = Counter()
     for seed in range(batch, SEEDS, BATCHES):
         try:
-            seen += _world(seed).run().counts
+            seen += run(seed).counts
         except Violation as e:
             raise AssertionError(f"seed {seed}: {e}") from e
     worlds = SEEDS // BATCHES
@@ -33,4 +28,4 @@ def test_assignments_have_one_effective_holder_and_are_carried_out_whatever_fail
 
 
 def test_seed_reproduces_the_same_history() -> None:
-    assert _world(7).run().counts == _world(7).run().counts
+    assert run(7).counts == run(7).counts

@@ -27,7 +27,6 @@ from elastic_rl.pipeline.flow.group_flow import (
 from elastic_rl.pipeline.sampling.fault_isolation import DropLimit
 
 SEEDS = seeds(40)
-MUTANT_SEEDS = 400
 
 
 def _run(world: AsyncWorld, seed: int) -> AsyncWorld:
