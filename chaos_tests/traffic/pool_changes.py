@@ -8,16 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import httpx
-from support.coordinators import AUTH
-from support.waiting import wait_until
 
 from chaos_tests.history import Operation, Recorder, Refused, Unknown
 from chaos_tests.model.linearizability import Violation, check
 from chaos_tests.model.number import READ, WRITE, State, VersionedNumber
 from chaos_tests.validate.leadership import Verdict
 from elastic_rl.net import http_client
+from elastic_rl.runtime.waiting import wait_until
 
 POOL = "rollout"
+_MORE_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,11 @@ class Written:
 class PoolClients:
     """Change and read the pool all the time, through each replica from a thread of its own."""
 
-    def __init__(self, urls: Sequence[str], seed: int) -> None:
+    def __init__(self, urls: Sequence[str], seed: int, headers: Mapping[str, str]) -> None:
+        """``urls``: URL of the job on each replica. ``headers``: of each request; those of an operator."""
         self.done: list[Written] = []
         self.recorder = Recorder()
+        self._headers = headers
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._work, args=(url, random.Random(seed + n)), daemon=True)
                          for n, url in enumerate(urls)]
@@ -49,7 +51,7 @@ class PoolClients:
     def more(self, n: int) -> None:
         """Returns once ``n`` more writes were accepted: the fault is over for the clients."""
         goal = self.accepted() + n
-        wait_until(lambda: self.accepted() >= goal, what=f"{n} more accepted writes")
+        wait_until(lambda: self.accepted() >= goal, timeout_s=_MORE_S, what=f"{n} more accepted writes")
 
     def close(self) -> None:
         self._stop.set()
@@ -62,7 +64,7 @@ class PoolClients:
         with self.recorder.operation(client or url, POOL, WRITE, desired) as answer:
             try:
                 got = http_client.request("PATCH", f"{url}/pools/{POOL}", json={"desired": desired},
-                                          headers={**AUTH, "If-Match": "*"}, timeout=timeout_s)
+                                          headers={**self._headers, "If-Match": "*"}, timeout=timeout_s)
             except httpx.ConnectError:
                 raise Refused from None
             except httpx.HTTPError:
@@ -78,7 +80,7 @@ class PoolClients:
     def read(self, url: str, timeout_s: float = 2.0) -> None:
         with self.recorder.operation(url, POOL, READ) as answer:
             try:
-                got = http_client.request("GET", f"{url}/pools/{POOL}", headers=AUTH, timeout=timeout_s)
+                got = http_client.request("GET", f"{url}/pools/{POOL}", headers=self._headers, timeout=timeout_s)
             except httpx.HTTPError:
                 raise Refused from None
             if got.status_code != 200:

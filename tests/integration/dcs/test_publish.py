@@ -94,7 +94,7 @@ def test_ranks_write_to_their_own_nodes_and_streams_become_visible_together(dcs:
 
 @parametrize(("rank", "point"), [
     (1, "publish.sealed:2"), (0, "publish.sealed:2"), (0, "publish.replicated")],
-             proved_in="chaos_tests/test_dcs_failpoints.py",
+             proved_in="chaos_tests/tests/test_dcs_failpoints.py",
              why="each further point that a rank is killed at")
 def test_rank_killed_during_publish_leaves_nothing_visible_and_the_next_group_publishes(
         dcs: TwoNodes, rank: int, point: str) -> None:

@@ -68,7 +68,7 @@ def test_partitioned_leader_steps_down_and_its_late_writes_are_refused(
     with far_etcd.connect() as etcd:
         since = etcd.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
         replicas.start("a", "b")
-        clients = PoolClients([replicas.job_url(name) for name in replicas.urls], seed=11)
+        clients = PoolClients([replicas.job_url(name) for name in replicas.urls], 11, AUTH)
         try:
             clients.more(20)
             stale = replicas.leader()

@@ -113,7 +113,7 @@ class OneNode:
         wait_until(lambda: not list(self.folder.rglob("*.partial")), what="the end of partial files")
 
 
-EVERY_POINT = {"proved_in": "chaos_tests/test_dcs_failpoints.py tests/integration/dcs/test_catalog_machine.py",
+EVERY_POINT = {"proved_in": "chaos_tests/tests/test_dcs_failpoints.py tests/integration/dcs/test_catalog_machine.py",
                "why": "a kill at each further point of a process whose first point is killed by default"}
 
 

@@ -54,7 +54,7 @@ def versions(etcd: EtcdClient, keys: Keys) -> list[Version]:
     return reads.list_versions(etcd, keys, "policy")
 
 
-@full(proved_in="chaos_tests/test_dcs_failpoints.py tests/integration/dcs/test_dcs.py",
+@full(proved_in="chaos_tests/tests/test_dcs_failpoints.py tests/integration/dcs/test_dcs.py",
       why="many kills at random moments, with a puller and the collector beside them")
 def test_killed_publishers_never_show_incomplete_versions_and_leave_nothing(
         etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, node: DcsNode) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.coordinators import Replicas
+from support.coordinators import AUTH, Replicas
 from support.etcd_server import EtcdServers
 from support.tiers import full
 from support.waiting import wait_until
@@ -43,7 +43,7 @@ def test_stale_leader_writes_are_refused_when_leaders_are_killed_and_frozen(
         etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, replicas: Replicas) -> None:
     since = etcd.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
     replicas.start("a", "b")
-    clients = PoolClients([replicas.job_url(name) for name in replicas.urls], seed=7)
+    clients = PoolClients([replicas.job_url(name) for name in replicas.urls], 7, AUTH)
     try:
         clients.more(20)
 

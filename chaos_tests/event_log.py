@@ -1,0 +1,89 @@
+"""The event log of a chaos run: everything that was done and seen, in one file of JSON lines.
+
+The runner and its threads append records while the run goes on. Checkers (``validate``) and the report (``report``)
+read nothing else, so a folder that somebody has sent can be judged again on another machine.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+FORM = 1
+"""Form of the file, in its first record. A file of another form is refused."""
+Event = Mapping[str, Any]
+
+
+class Kind(StrEnum):
+    """Kinds of records. Each record has ``at`` (unix s), ``kind`` and the fields that are named here."""
+
+    RUN = "run"
+    """First record. ``form``, ``scenario``, ``seed``, ``schedule`` (as its JSON object), ``target``, ``settings`` (of
+    the job, without secrets), ``versions`` (package → version), ``commit``, ``baseline`` (whether it is the fault-free
+    run)."""
+    FAULT = "fault"
+    """A planned fault, once it is over or given up. ``name``, ``step``, ``target``, ``state`` (of the victim then),
+    ``witness`` ("" when it was not seen to happen), ``injected_at``, ``detected_at``, ``healed_at`` (unix s or
+    None), ``said`` (what the job's status said that it waits for), ``problem`` (why it did not happen or was not seen
+    to heal)."""
+    OPERATION = "operation"
+    """An operation of a client, as ``chaos_tests.history.Operation`` has it: ``client``, ``key``, ``call``,
+    ``argument``, ``began_s``, ``ended_s``, ``result``; ``model`` names the sequential model that judges it."""
+    CHANGE = "change"
+    """A change of a key in etcd, as the independent observer saw it: ``revision``, ``put``, ``key``, ``create``,
+    ``value``."""
+    STEP = "step"
+    """A step's record, as steps.jsonl has it, each time that the step was done."""
+    EVENT = "event"
+    """An event of the product, as its API has it: ``id``, ``name`` (its kind), ``subject``, ``severity``,
+    ``message``."""
+    NOTIFICATION = "notification"
+    """What a receiver of alerts got: ``alert`` (its kind), ``subject``, ``phase`` (firing, resolved), ``key`` (of its
+    deduplication)."""
+    PROCESS = "process"
+    """A sample of a process: ``role`` (what it is in the cluster, the same over restarts), ``pid``, ``rss_bytes``,
+    ``descriptors``, ``threads``, ``cpu_s``."""
+    STORE = "store"
+    """A sample of what is kept: ``etcd_keys``, ``etcd_bytes``, ``files``, ``file_bytes``, ``status_s`` (time that
+    ``status`` took), ``step`` (the newest one)."""
+    LEFTOVER = "leftover"
+    """Something that should have ended with the cluster: ``what``."""
+    END = "end"
+    """Last record. ``phase`` (of the job), ``report`` (its report.json), ``alerts`` (each as etcd has it at the end),
+    ``aborted`` (why the run was ended early; "")."""
+
+
+class EventLog:
+    """Appends records, from any thread. A record is in the file when ``write`` returns."""
+
+    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
+        self.path, self._now, self._lock = path, now, threading.Lock()
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, kind: Kind, **fields: Any) -> None:
+        """``fields`` are of the kind; an ``at`` among them takes the place of the time of writing."""
+        line = json.dumps({"at": self._now(), "kind": kind.value, **fields}, allow_nan=True) + "\n"
+        with self._lock:
+            self._file.write(line)
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> Iterator[Event]:
+    """The records of a log, in the order of the file. A last line without its end is that of a process that was killed
+    while it wrote it, and is left out. Raises ValueError for a file that is no log of this form."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines):
+            if not line.endswith("\n"):
+                return
+            record = json.loads(line)
+            if number == 0 and (record.get("kind") != Kind.RUN or record.get("form") != FORM):
+                raise ValueError(f"{path} is no event log of form {FORM}")
+            yield record
