@@ -98,5 +98,5 @@ def test_injector_ends_with_the_run_and_records_faults_without_etcd(tmp_path: Pa
     injector.join(60)
     assert not injector.is_alive()
     record = json.loads(path.read_text())
-    assert "the run ended while etcd did not answer" in record["witness"] and record["healed_at"] is None
+    assert "the run ended while etcd did not answer" in record["problem"] and record["healed_at"] is None
     assert "unknown engines ready" in record["meanwhile"]
