@@ -212,6 +212,8 @@ class _Play:
                  aborts: AbortSwitch, limits: Limits, say: Say) -> None:
         self._target, self._scenario, self._schedule, self._folder = target, scenario, schedule, folder
         self._log, self._aborts, self._limits, self._say = event_log, aborts, limits, say
+        self._secret = target.cluster_keys.submission("")
+        """Prefix of the keys that have the environment of whoever submitted a job, sealed."""
 
     def follow(self) -> dict[str, Any]:
         """Returns when the run has ended, with what the last record of the log says of it."""
@@ -282,7 +284,7 @@ class _Play:
         until = time.monotonic() + _ALERTS_END_S
         while time.monotonic() < until and not self._aborts.why:
             with suppress(EtcdUnavailable):
-                if all(alert.phase is Phase.RESOLVED for alert in self._target.alerts()):
+                if all(alert.phase is Phase.RESOLVED or not alert.notify_resolved for alert in self._target.alerts()):
                     return
             self._aborts.wait(_POLL_S)
 
@@ -291,7 +293,7 @@ class _Play:
         return phase.value if phase is not None else ""
 
     def _on_change(self, change: Mapping[str, Any]) -> None:
-        if change["key"].startswith(self._target.observed):
+        if change["key"].startswith(self._target.observed) and not change["key"].startswith(self._secret):
             self._log.write(Kind.CHANGE, **change)
 
     def _sample_processes(self) -> None:
@@ -380,6 +382,14 @@ def verdicts(folder: Path) -> list[str]:
     """What is wrong with the run whose log is in a folder, by that log alone."""
     found = [*read(folder / EVENTS)]
     return [*judged(found), *below_floor(found)]
+
+
+def outcome_of(folder: Path) -> Outcome:
+    """The outcome of the run whose results are in a folder. Raises ValueError for a file that is no log."""
+    baseline = folder / BASELINE
+    wrong = [f"baseline: {each}" for each in verdicts(baseline)] if (baseline / EVENTS).exists() else []
+    found = [*read(folder / EVENTS)]
+    return Outcome(folder, [*wrong, *verdicts(folder)], str(found[-1].get("aborted") or "") if found else "")
 
 
 def judged(found: Sequence[Event]) -> list[str]:

@@ -46,12 +46,13 @@ def of_processes(target: Target) -> Iterator[dict[str, Any]]:
 def of_store(target: Target) -> dict[str, Any]:
     """What is kept. Raises EtcdUnavailable."""
     began = time.monotonic()
-    status = target.api.get("")
+    job = target.api.get("")
     status_s = time.monotonic() - began
     files, file_bytes = _files(target.paths.folder)
     return {"etcd_keys": sum(target.reader.count(prefix) for prefix in target.observed),
             "etcd_bytes": max((s.db_in_use_bytes for s in target.reader.statuses()), default=0), "files": files,
-            "file_bytes": file_bytes, "status_s": round(status_s, 4), "step": int(status.get("step") or 0)}
+            "file_bytes": file_bytes, "status_s": round(status_s, 4),
+            "step": int((job["status"] or {}).get("step") or 0)}
 
 
 def _files(folder: Path) -> tuple[int, int]:

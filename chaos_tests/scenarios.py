@@ -49,7 +49,7 @@ class Scenario:
     faults: Mapping[str, float] = field(default_factory=dict)
     """Those that are drawn, by name in the catalogue, with their weights."""
     steps_per_minute: float = 60.0
-    """By which a run is made longer or shorter where another length is asked for."""
+    """With its faults, about. Where a run of another length is asked for, it has as many faults a minute."""
     pace: Pace = Pace(3, 6, 15)
     """Of a run by steps."""
     pace_s: Pace = Pace(20, 10, 60)
@@ -68,7 +68,7 @@ class Scenario:
                  only: Sequence[str] | None = None, settings: Sequence[str] = ()) -> Schedule:
         """The schedule of a seed. ``steps``, ``minutes``: another length; the number of faults is in proportion, unless
         ``faults`` says it. ``only``: the faults that may be drawn. Raises ValueError for numbers that do not fit."""
-        count = faults if faults is not None else self._count(steps, minutes)
+        count = faults if faults is not None else self.usual_count(steps, minutes)
         steps, minutes = (steps, minutes) if steps or minutes else (self.steps, self.minutes)
         weights = {name: weight for name, weight in self.faults.items() if only is None or name in only}
         if not count:
@@ -81,10 +81,16 @@ class Scenario:
                           apart=self.pace.apart, after=self.pace.after)
         return replace(found, scenario=self.name, settings=tuple(settings))
 
-    def _count(self, steps: int, minutes: float) -> int:
+    def usual_count(self, steps: int = 0, minutes: float = 0.0) -> int:
+        """Faults of a run of this length, or of the scenario's own."""
         asked = minutes or steps / self.steps_per_minute
         usual = self.minutes or self.steps / self.steps_per_minute
-        return self.count if not asked or not self.count else max(1, round(self.count * asked / usual))
+        if not asked or not self.count:
+            return self.count
+        count = round(self.count * asked / usual)
+        if minutes:  # no more than find room
+            count = min(count, int((minutes * 60 - self.pace_s.before - self.pace_s.after) // self.pace_s.apart))
+        return max(1, count)
 
 
 _SMALL: Mapping[str, Any] = {
@@ -98,9 +104,9 @@ _ANY_SCHEDULE = ("engine_killed", "trainer_rank_killed", "trainer_rank_stopped",
 
 SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("quick", "a small job and a few faults of any kind, in about five minutes", _SMALL, steps=60, count=4,
-             faults=WEIGHTS, steps_per_minute=100.0, pace=Pace(3, 6, 20)),
+             faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(3, 6, 20)),
     Scenario("drawn", "a small job in which faults of any kind follow one another, some of them two at once", _SMALL,
-             steps=140, count=10, faults=WEIGHTS, steps_per_minute=100.0, pace=Pace(2, 8, 30)),
+             steps=140, count=10, faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(2, 8, 30)),
     # The length of a step's responses, and so the time of a step, depends on what the job has learned.
     Scenario("soak", "the quick start's job for 30 minutes with a fault every 28 seconds", {}, minutes=30.0, count=64,
              faults=WEIGHTS, steps_per_minute=60.0, pace=Pace(5, 6, 60), pace_s=Pace(30, 12, 120), overlap=3,
@@ -110,8 +116,8 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
              steps_per_minute=120.0),
     Scenario("async", "a fully asynchronous job whose groups are generated beside its steps",
              {**_SMALL, "train.schedule": "fully_async", "train.max_staleness": 2}, steps=120, count=6,
-             faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=100.0, pace=Pace(3, 10, 30)),
+             faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=30.0, pace=Pace(3, 10, 30)),
     Scenario("critic", "PPO, whose critic is a group of ranks of its own",
              {**_SMALL, "algorithm.name": "ppo", "critic.trainer": {"data_parallel": 1}}, steps=80, count=5,
-             faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=60.0, pace=Pace(3, 8, 25)),
+             faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=25.0, pace=Pace(3, 8, 25)),
 )}

@@ -71,7 +71,7 @@ class Target:
     def name(self) -> str:
         return f"job {self.cfg.job} in {self.cfg.run_dir}" if not self.own else f"a cluster of its own, {self.cfg.job}"
 
-    def context(self, undo: UndoLog) -> FaultContext:
+    def context(self, undo: UndoLog | None = None) -> FaultContext:
         return FaultContext(self.cfg, self.etcd, self.keys, self.api, undo=undo)
 
     def reading(self) -> RunReading:
