@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +85,12 @@ def abort(folder: Path) -> list[str] | None:
 
 
 def undo_of_killed_runs(results: Path) -> dict[str, list[str]]:
-    """Undoes what the runs below a folder of results have left whose process was killed; what was done, by run."""
+    """Undoes what those of the runs whose folders are in ``results`` have left whose process was killed; what was done,
+    by run."""
     found: dict[str, list[str]] = {}
-    with suppress(FileNotFoundError):
-        for file in results.glob(f"**/{_UNDO}"):
-            folder = next((p for p in (file.parent, file.parent.parent) if (p / _LOCK).exists()), None)
-            if folder is not None and not is_running(folder) and (done := undo_all(file)):
-                found[str(folder)] = done
+    for file in results.glob(f"*/{_UNDO}"):
+        if not is_running(file.parent) and (done := undo_all(file)):
+            found[str(file.parent)] = done
     return found
 
 
