@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -370,4 +370,6 @@ def _show(outcome: Outcome, output: Format) -> None:
 
 
 def _progress(line: str) -> None:
-    say(line, to_err=True)
+    """Nobody may be there to read it: the run goes on, and takes down what it has brought up."""
+    with suppress(OSError):
+        say(line, to_err=True)

@@ -18,7 +18,7 @@ from chaos_tests.nemesis.schedule import Schedule, Strike
 from chaos_tests.runner import Outcome
 from chaos_tests.scenarios import SCENARIOS
 from chaos_tests.sim.worlds import WORLDS
-from elastic_rl.cli import main
+from elastic_rl.cli import chaos, main
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.errors import ConfigError
 
@@ -132,6 +132,14 @@ def test_signal_uses_the_abort_switch_and_is_the_exit_code(runs: list[dict[str, 
     monkeypatch.setattr("test_chaos_command.SIGNALLED", {"driver_killed"})
     assert run("run", "--scenario", "growth", "--seed", "4", f"--out={tmp_path / 'r'}") == Exit.INTERRUPTED
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_run_does_not_end_where_nobody_reads_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(line: str, *, to_err: bool = False) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(chaos, "say", closed)
+    chaos._progress("stopping the job")
 
 
 def test_failing_schedule_is_shrunk_to_the_fault_that_makes_it_fail(runs: list[dict[str, Any]], tmp_path: Path,
