@@ -51,11 +51,12 @@ def check(evidence: Evidence) -> list[Violation]:
 def _found(e: Evidence) -> Iterator[tuple[str, str]]:
     yield from _faults(e)
     report = e.report
-    if report["steps"] != e.schedule.steps or [*e.committed_steps] != list(range(1, e.schedule.steps + 1)):
-        yield "I11", (f"the run ended after {report['steps']} of {e.schedule.steps} steps, and etcd has "
+    steps = report["steps"] if e.schedule.by_time else e.schedule.steps
+    if report["steps"] != steps or [*e.committed_steps] != list(range(1, steps + 1)):
+        yield "I11", (f"the run ended after {report['steps']} of {steps} steps, and etcd has "
                       f"{len(e.committed_steps)} of them")
-    if report["versions_committed"] <= e.schedule.steps:
-        yield "I3", f"{report['versions_committed']} versions of {e.schedule.steps} steps were committed"
+    if report["versions_committed"] <= steps:
+        yield "I3", f"{report['versions_committed']} versions of {steps} steps were committed"
     for name in ("groups_lost", "groups_duplicated"):
         if report[name]:
             yield "I5", f"{name} is {report[name]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import psutil
 from elastic_rl.config import ROLLOUT_POOL, Config
 from elastic_rl.config.groups import ACTOR
 from elastic_rl.coordinator.client.admin_client import AdminClient
+from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable, readable_one
@@ -20,6 +22,7 @@ from elastic_rl.etcd.heartbeats import merge
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import ENDED_PHASES, Engine, EngineState, JobStatus, Leader, Member, PoolStatus
+from elastic_rl.faults.undo import UndoLog
 from elastic_rl.host import processes
 from elastic_rl.host.compute_services import compute_services, router_service
 from elastic_rl.host.here import heartbeats_here
@@ -28,6 +31,10 @@ from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
 INJECT_TIMEOUT_S = 600.0
+
+
+class InjectionEnded(ElasticRLError):
+    """No further fault is to be injected: the run has ended, or an operator has aborted the injection."""
 
 
 class Fault(Protocol):
@@ -48,8 +55,29 @@ class Fault(Protocol):
 class FaultContext:
     """The running job: its configuration, its records in etcd, and the admin API."""
 
-    def __init__(self, cfg: Config, etcd: EtcdClient, keys: Keys, api: AdminClient) -> None:
-        self.cfg, self.etcd, self.keys, self.api = cfg, etcd, keys, api
+    def __init__(self, cfg: Config, etcd: EtcdClient, keys: Keys, api: AdminClient, *, undo: UndoLog | None = None
+                 ) -> None:
+        """``undo``: where what has to be undone is noted before it is done; None: nowhere."""
+        self.cfg, self.keys, self.api, self.undo = cfg, keys, api, undo
+        self.ended = threading.Event()
+        """Set once no further fault is to be injected. A fault that waits for its moment then gives up."""
+        self._etcd = etcd
+
+    @property
+    def etcd(self) -> EtcdClient:
+        """Raises InjectionEnded: every fault reads etcd before it does anything."""
+        if self.ended.is_set():
+            raise InjectionEnded("the injection of faults was ended")
+        return self._etcd
+
+    def stop(self, process: psutil.Process) -> str:
+        """SIGSTOP of a process, which is noted before; returns the witness that it was seen to stop."""
+        if self.undo is not None:
+            self.undo.note_stop(process)
+        process.suspend()
+        wait_until(lambda: process.status() == psutil.STATUS_STOPPED, timeout_s=INJECT_TIMEOUT_S,
+                   what=f"the stop of pid {process.pid}")
+        return f"pid {process.pid} was sent SIGSTOP and seen to stop"
 
     def engines(self, pool: str = ROLLOUT_POOL) -> list[Engine]:
         items, _ = self.etcd.range(self.keys.engines_of_pool(pool))

@@ -213,9 +213,7 @@ class TrainerRankKilled(_Killed):
         """Whether the rank does nothing any more since a moment of the phase; else it goes on."""
         if self._seen_phase() is not self.phase:
             return False
-        rank.suspend()
-        wait_until(lambda: rank.status() == psutil.STATUS_STOPPED, timeout_s=INJECT_TIMEOUT_S,
-                   what=f"the stop of pid {rank.pid}")
+        self.context.stop(rank)
         if self._seen_phase() is self.phase:
             return True
         rank.resume()  # it had passed meanwhile
@@ -244,11 +242,7 @@ class TrainerRankStopped:
         self.at, self.step = time.time(), self.context.step()
         rank = max(self.context.trainer_ranks(), key=lambda m: m.id)
         self.incarnation = rank.incarnation
-        process = psutil.Process(rank.pid)
-        process.suspend()
-        wait_until(lambda: process.status() == psutil.STATUS_STOPPED, timeout_s=INJECT_TIMEOUT_S,
-                   what=f"the stop of pid {rank.pid}")
-        return f"trainer {rank.id}", f"pid {rank.pid} was sent SIGSTOP and seen to stop"
+        return f"trainer {rank.id}", self.context.stop(psutil.Process(rank.pid))
 
     def detected(self) -> bool:
         """Whether the rank's lease ended, the leader found that the others hang, or their collective timed out."""

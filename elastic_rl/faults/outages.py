@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import psutil
 
@@ -64,8 +62,8 @@ class EtcdStopped(_Outage):
     def inject(self) -> tuple[str, str]:
         self._begins()
         etcd = psutil.Process(self._service("etcd-0"))
-        with _stopped([etcd]):
-            threading.Event().wait(self.seconds)
+        with _stopped(self.context, etcd):
+            self.context.ended.wait(self.seconds)
         return "etcd-0", f"pid {etcd.pid} was stopped for {self.seconds:g} s"
 
 
@@ -142,7 +140,7 @@ class SecondActor(_Outage):
                                term=self.term)
         try:
             client.wait_ready()  # fences the first one off
-            threading.Event().wait(self.seconds)
+            self.context.ended.wait(self.seconds)
         except ElasticRLError:
             pass  # the next replica has taken over already
         finally:
@@ -164,23 +162,19 @@ class TrainerStopped(_Outage):
         ranks = [psutil.Process(m.pid) for m in self.context.trainer_ranks()]
         agent = next(p for p in ranks[0].parents() if "elastic_rl.trainer.group.agent" in " ".join(p.cmdline()))
         for process in (agent, *ranks):
-            process.suspend()
-            wait_until(lambda p=process: p.status() == psutil.STATUS_STOPPED,  # type: ignore[misc]
-                       timeout_s=INJECT_TIMEOUT_S, what=f"the stop of pid {process.pid}")
+            self.context.stop(process)
         return "trainer", f"agent {agent.pid} and {len(ranks)} ranks were stopped"
 
 
 @contextlib.contextmanager
-def _stopped(processes: Sequence[psutil.Process]):  # type: ignore[no-untyped-def]
-    """Inside, the processes are stopped; they go on at the end, whatever happens."""
-    for process in processes:
-        process.send_signal(signal.SIGSTOP)
+def _stopped(context: FaultContext, process: psutil.Process) -> Iterator[None]:
+    """Inside, the process is stopped; it goes on at the end, whatever happens."""
+    context.stop(process)
     try:
         yield
     finally:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGCONT)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
 
 
 def every_outage(context: FaultContext, _steps: int) -> list[tuple[int, Sequence[_Outage]]]:

@@ -182,7 +182,8 @@ def _faults(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str
     start, end = min(at + ends), max(at + ends)
     times = [(float(r["at"]), int(r["step"])) for r in records if r["kind"] == "step"]
     rows = [[str(n), f["name"], str(f["target"] or ""), _value(f["step"], 0), _value(f["detect_s"], 1, " s"),
-             _value(f["heal_s"], 1, " s"), _words(f["witness"]), _words(f["meanwhile"])]
+             _value(f["heal_s"], 1, " s"), _words(" — ".join(filter(None, (f["witness"], f.get("problem"))))),
+             _words(f["meanwhile"])]
             for n, f in enumerate(faults, 1)]
     head = ["", "fault", "target", "step", "detected after", "healed after", "seen by", "meanwhile"]
     return _section("Faults", charts.fault_timeline(faults, times, start, end),
