@@ -22,6 +22,8 @@ class Change:
     key: str
     create: int
     value: str
+    omitted_bytes: int = 0
+    """Size of a value that was too long to be recorded; ``value`` is empty then."""
 
 
 def observe(endpoint: str, prefix: str, since: int, last: str) -> list[Change]:

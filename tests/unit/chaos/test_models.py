@@ -196,7 +196,8 @@ def test_catalog_model_accepts_a_right_catalog(seed: int) -> None:
                                  "pinned version collected"])
 def test_catalog_model_finds_a_catalog_with_a_bug(bug: str) -> None:
     assert any(check(MODEL["catalog"], sequential_catalog(seed, bug)) for seed in range(60))
-    assert any(check(MODEL["catalog"], simulate(seed, CatalogObject(bug), catalog_script, calls=120)) for seed in range(60))
+    assert any(check(MODEL["catalog"], simulate(seed, CatalogObject(bug), catalog_script, calls=120))
+               for seed in range(60))
 
 
 def answered(client: str, what: str, argument: Any, result: Any, at: float, until: float = 0.0) -> Operation:
