@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.validate import fencing, groups, histories, lifecycles, store, versions, watches
+from chaos_tests.validate import fencing, groups, lifecycles, replays, versions, watches
 from chaos_tests.validate.replay import Checker
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.etcd.keys import ClusterKeys, Keys
@@ -50,7 +50,7 @@ class Etcd:
 
 def broken(etcd: Etcd) -> list[str]:
     """What any checker says, each once."""
-    return [f"{v.rule} {v.what}" for _, check in store.CHECKERS for v in check(etcd.events)]
+    return [f"{v.rule} {v.what}" for _, check in replays.CHECKERS for v in check(etcd.events)]
 
 
 # -- the catalog of versions -------------------------------------------------------------------------------------------
@@ -422,23 +422,8 @@ def test_watch_delivers_each_change_once_in_order(keeps: bool, events: list[Even
     assert (found == []) == keeps, found
 
 
-# -- histories ---------------------------------------------------------------------------------------------------------
-def operation(call: str, argument: Any, result: Any, at: float, model: str = "catalog") -> Event:
-    return {"at": at, "kind": Kind.OPERATION, "client": "c", "key": "policy", "call": call, "argument": argument,
-            "began_s": at, "ended_s": at + 1, "result": result, "model": model}
-
-
-def test_histories_are_judged_by_the_model_that_they_name() -> None:
-    right = [operation("raise_epoch", None, 1, 0), operation("begin", 1, 1, 2)]
-    assert [*histories.linearizable(right)] == []
-    [found] = histories.linearizable([*right, operation("begin", 1, 1, 4)])
-    assert found.rule == "I3" and "begin(1) → 1" in found.what
-    [unknown] = histories.linearizable([operation("x", None, 1, 0, model="none")])
-    assert unknown.rule == "run"
-
-
 def test_every_checker_is_listed_once_and_says_what_it_proves() -> None:
-    modules = (watches, versions, fencing, lifecycles, groups, histories)
+    modules = (watches, versions, fencing, lifecycles, groups)
     listed: list[tuple[str, Checker]] = [entry for module in modules for entry in module.CHECKERS]
-    assert [*store.CHECKERS] == listed and len({check for _, check in listed}) == len(listed)
+    assert [*replays.CHECKERS] == listed and len({check for _, check in listed}) == len(listed)
     assert all(check.__doc__ for _, check in listed)
