@@ -36,7 +36,14 @@ class Kind(StrEnum):
     ``argument``, ``began_s``, ``ended_s``, ``result``; ``model`` names the sequential model that judges it."""
     CHANGE = "change"
     """A change of a key in etcd, as the independent observer saw it: ``revision``, ``put``, ``key``, ``create``,
-    ``value``."""
+    ``value``; of a value that is too long for the log only ``omitted_bytes``."""
+    GAP = "gap"
+    """Changes that the observer did not see, since they were compacted before: of the revisions ``first`` to ``last``.
+    What a rule says of them is unseen, not kept."""
+    WATCH = "watch"
+    """A change as a watch of the product's client delivered it: ``client`` (one watch), ``prefix``, ``revision``,
+    ``put``, ``key``. A record with ``listed`` true has no key: the client has read the whole range at that revision,
+    since changes were compacted, or to begin with."""
     STEP = "step"
     """A step's record, as steps.jsonl has it, each time that the step was done."""
     EVENT = "event"

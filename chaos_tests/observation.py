@@ -33,6 +33,8 @@ class Change:
     key: str
     create: int
     value: str
+    omitted_bytes: int = 0
+    """Size of a value that was too long to be recorded; ``value`` is empty then."""
 
 
 def require_client() -> None:
@@ -54,13 +56,17 @@ def observe(endpoint: str, prefix: str, since: int, last: str) -> list[Change]:
 
 class Observer:
     """Observes a store until ``close``, in a process of its own. One that has lost its store, which may be killed and
-    restarted meanwhile, is started again from the revision after the last that it saw."""
+    restarted meanwhile, is started again from the revision after the last that it saw. Where that was compacted, the
+    revisions between are a gap, of which nothing is known."""
 
     def __init__(self, endpoint: str, prefix: str, since: int, on_change: Callable[[dict[str, Any]], None], *,
-                 log: Path, access: EtcdConfig | None = None) -> None:
+                 log: Path, access: EtcdConfig | None = None, on_gap: Callable[[int, int], None] = lambda *_: None
+                 ) -> None:
         """``since``: the first revision. ``on_change``: called with each change, from a thread of this object. ``log``:
-        for what the process says. ``access``: the PEM files of a store with TLS."""
+        for what the process says. ``access``: the PEM files of a store with TLS. ``on_gap``: called with the first and
+        the last revision of a gap, from the same thread."""
         self._endpoint, self._prefix, self._next, self._on_change = endpoint, prefix, since, on_change
+        self._on_gap = on_gap
         self._log, self._environment = log, {**os.environ, **_ENVIRONMENT, **_files(access)}
         self._keys = set[str]()
         """Those of the revision ``_next`` that were seen."""
@@ -94,8 +100,12 @@ class Observer:
             self._closing.wait(_AGAIN_S)
 
     def _take(self, change: dict[str, Any]) -> None:
-        if "compacted" in change:  # what was before is gone
-            self._next = int(change["compacted"])
+        if "compacted" in change:
+            # That revision too: a deletion at it is gone.
+            first, last = self._next + bool(self._keys), int(change["compacted"])
+            if first <= last:
+                self._on_gap(first, last)
+            self._next, self._keys = max(first, last + 1), set()
             return
         # A transaction changes several keys in one revision: the next start gets all of them again.
         if self._next != change["revision"]:

@@ -22,8 +22,9 @@ from etcd3.exceptions import RevisionCompactedError
 
 _SILENT_S = 5.0
 """After so long without a change it asks whether there was one, of which the watch would have told."""
-_VALUE_CHARS = 4096
-"""Of a longer value, such as samples, only the beginning is printed."""
+_VALUE_BYTES = 64 << 10
+"""Of a longer value only the size is printed, as ``omitted_bytes``: the longest that checkers read is the record of a
+state of the trainer, which has the groups that were consumed."""
 
 
 def main() -> None:
@@ -52,9 +53,11 @@ def main() -> None:
         for change in answer.events:
             put = isinstance(change, PutEvent)
             key, newest = change.key.decode(), change.mod_revision
-            value = change.value.decode(errors="replace") if put else ""  # write tokens are no text
+            omitted = len(change.value) if put and len(change.value) > _VALUE_BYTES else 0
+            value = change.value.decode(errors="replace") if put and not omitted else ""  # write tokens are no text
             print(json.dumps({"revision": change.mod_revision, "put": put, "key": key,
-                              "create": change.create_revision, "value": value[:_VALUE_CHARS]}), flush=True)
+                              "create": change.create_revision, "value": value,
+                              **({"omitted_bytes": omitted} if omitted else {})}), flush=True)
             if [key] == last:
                 os._exit(0)  # its threads would wait for the watch
 
