@@ -30,6 +30,8 @@ from elastic_rl.host.test_hosts.link_probe import Arrivals, arrivals, silent_con
 from elastic_rl.runtime.waiting import wait_until
 
 _COORDINATOR, _ETCD = "elastic_rl.coordinator.service", "bin/etcd"
+_NO_MAJORITY_S = 20.0
+"""Longer than any election of etcd, and than every lease."""
 _AWAY = (HostPhase.JOINING, HostPhase.SUSPECTED, HostPhase.LOST)
 
 
@@ -172,7 +174,7 @@ class HostFault(ABC):
     def __init__(self, context: HostsContext, victim: Victim) -> None:
         self.context, self.victim = context, victim
         self.name, self.host, self.said = f"{victim}_host_{self.kind}", "", ""
-        self._ended = False
+        self._ended, self._unanswered_since = False, 0.0
 
     def inject(self) -> tuple[str, str]:
         self.host = wait_until(lambda: self.context.take(self.victim), timeout_s=INJECT_TIMEOUT_S, poll_s=0.1,
@@ -185,11 +187,14 @@ class HostFault(ABC):
 
     def detected(self) -> bool:
         try:
-            self.said = f"{self.host} is {self.context.phase(self.host)}"
-            return self.context.phase(self.host) in self.until
-        except EtcdUnavailable:  # with another one's fault there is no majority: nothing can be reported
-            self.said = "etcd does not answer"
-            return True
+            phase = self.context.phase(self.host)
+        except EtcdUnavailable:
+            # It elects a leader; or, with another one's fault, there is no majority, and nothing can be reported.
+            self._unanswered_since = self._unanswered_since or time.monotonic()
+            self.said = f"etcd does not answer for {_NO_MAJORITY_S:g} s"
+            return time.monotonic() >= self._unanswered_since + _NO_MAJORITY_S
+        self._unanswered_since, self.said = 0.0, f"{self.host} is {phase}"
+        return phase in self.until
 
     def healed(self) -> bool:
         self._end_once()

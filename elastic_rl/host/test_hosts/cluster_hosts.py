@@ -235,10 +235,11 @@ class ClusterHosts:
                 record = None
             isolated = self._isolated(record)
             on = [name for name in isolated.names if isolated.init(name) is not None]
-            first = isolated.names[0]
-            for each in ([name for name in on if name != first], [name for name in on if name == first]):  # etcd last
+            control = isolated.names[:record.control_hosts if record is not None else 1]
+            # The first one stops the runs, for which it needs a majority of the members of etcd.
+            for each in (set(on) - {*control}, {*control[:1]}, {*control[1:]}):
                 try:
-                    self._run_on(isolated, {name: self._down_of(name) for name in each})
+                    self._run_on(isolated, {name: self._down_of(name) for name in on if name in each})
                 except ElasticRLError as e:
                     self._say(f"warning: {e.message}; it is powered off")
             ended = isolated.remove()
