@@ -117,8 +117,10 @@ def cluster_of_hosts(say: Callable[[str], None], *, hosts: int = HOSTS, settings
                              what="a coordinator on each host")
         etcd.put(Keys(cfg.job).pool_spec(POOL), PoolSpec(name=POOL, desired=cfg.rollout.engines).encode())
         made.submit(env=driver_writes.environment(folder))
+        context = HostsContext(made, etcd, keys, cfg.job, hosts,
+                               works=lambda generation: driver_writes.works(etcd, cfg.job, generation))
         found = HostsCluster(
-            made, cluster, info, etcd, HostsContext(made, etcd, keys, cfg.job, hosts),
+            made, cluster, info, etcd, context,
             Target({leader.replica: leader.url for leader in leaders}, cfg.job,
                    {host.name: host.address for host in made.all()},
                    {"Authorization": f"Bearer {info.token('operator')}"}, tls.trust(info.ca_file)))

@@ -104,6 +104,12 @@ def accepted(etcd: EtcdClient, job: str) -> list[Driver]:
     return [Driver(**json.loads(kv.value)) for kv in kvs]
 
 
+def works(etcd: EtcdClient, job: str, assignment: int) -> bool:
+    """Whether the newest write that etcd has taken is of the driver that was started for this assignment."""
+    newest = max(etcd.range(_prefix(job), limit=1, newest_first=True)[0], key=lambda kv: kv.mod_revision, default=None)
+    return newest is not None and Driver(**json.loads(newest.value)).assignment == assignment
+
+
 def write_until_finished(ctx: RunContext, driver_id: str) -> None:
     """Writes until the job's status is ``finished``."""
     writer = Writer(ctx, driver_id)

@@ -11,13 +11,13 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 import psutil
 
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable, PreflightFailed
-from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.client import EtcdClient, KeyValue
 from elastic_rl.etcd.cluster_records import Assignment, HostPhase, HostState, HostStatus, RunState, driver_of
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys
@@ -55,10 +55,12 @@ class Victim(StrEnum):
 class HostsContext:
     """The hosts of a cluster, what its etcd has of them, and which of them have a fault now."""
 
-    def __init__(self, hosts: ClusterHosts, etcd: EtcdClient, keys: ClusterKeys, job: str, control_hosts: int) -> None:
+    def __init__(self, hosts: ClusterHosts, etcd: EtcdClient, keys: ClusterKeys, job: str, control_hosts: int, *,
+                 works: Callable[[int], bool] = lambda generation: True) -> None:
         """``etcd``: a client beside the hosts, of all members. ``control_hosts``: how many hosts have a member and a
-        coordinator."""
+        coordinator. ``works``: whether the run does something that was assigned in a generation."""
         self.hosts, self.etcd, self.keys, self.job, self.control_hosts = hosts, etcd, keys, job, control_hosts
+        self._works = works
         self._names = {host.address: host.name for host in hosts.all()}
         self._taken, self._lock = set[str](), threading.Lock()
 
@@ -102,9 +104,12 @@ class HostsContext:
 
     def leader(self) -> str:
         """The host whose coordinator leads; "" while none does."""
-        found = sorted(self.etcd.range(self.keys.leader_prefix())[0], key=lambda kv: kv.create_revision)
-        leads = readable_one(found[0], Leader) if found else None
+        leads = readable_one(self.leads(), Leader)
         return self._host_of(leads.url) if leads else ""
+
+    def leads(self) -> KeyValue | None:
+        """The candidacy that leads."""
+        return min(self.etcd.range(self.keys.leader_prefix())[0], key=lambda kv: kv.create_revision, default=None)
 
     def etcd_leader(self) -> str:
         return next((self._host_of(s.endpoint) for s in self.etcd.statuses() if s.is_leader), "")
@@ -139,13 +144,15 @@ class HostsContext:
         return "" if self.runs_on(self.holder()) else "the run"
 
     def runs_on(self, host: str) -> bool:
-        """Whether the run is assigned to the host, and its agent says that it runs. Raises EtcdUnavailable."""
+        """Whether the run is assigned to the host, its agent says that it runs, and it works. Raises
+        EtcdUnavailable."""
         assigned = self.etcd.get(self.keys.assignment(driver_of(self.job)))
         held = readable_one(assigned, Assignment)
         status = readable_one(self.etcd.get(self.keys.host_status(host)), HostStatus) if host else None
         run = status.services.get(driver_of(self.job)) if status is not None else None
         return (assigned is not None and held is not None and held.host == host and run is not None
-                and run.state is RunState.RUNNING and run.generation == assigned.version)
+                and run.state is RunState.RUNNING and run.generation == assigned.version
+                and self._works(assigned.version))
 
     def processes(self, host: str, part: str) -> list[psutil.Process]:
         """The processes on a host with a word in their command line."""
@@ -335,17 +342,24 @@ class ProcessKilled(HostFault):
     def __init__(self, context: HostsContext, victim: Victim, part: str) -> None:
         self.kind = f"{'etcd' if part == _ETCD else 'coordinator'}_killed"
         super().__init__(context, victim)
-        self.part = part
+        self.part, self._led = part, 0
 
     def _begin(self) -> str:
+        leads = self.context.leads()
+        self._led = leads.create_revision if leads is not None else 0
         found = [kill(process.pid) for process in self.context.processes(self.host, self.part)]
         if not found:
             raise FaultNotSeen(f"no {self.part} runs on {self.host}")
         return "; ".join(found)
 
     def detected(self) -> bool:
-        """Whether another process is in its place."""
-        return bool(self.context.processes(self.host, self.part))
+        """Whether another process is in its place, and, where it led, another candidacy does."""
+        try:
+            leads = self.context.leads()
+        except EtcdUnavailable:
+            return False
+        return bool(self.context.processes(self.host, self.part)) and leads is not None and (
+            self.part != _COORDINATOR or leads.create_revision > self._led)
 
     def _end(self) -> None:
         pass
