@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ _TIMEOUT_S = 60.0
 _AGAIN_S = 1.0
 """Pause before an observer that has ended is started again."""
 _ENVIRONMENT = {"PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"}
+_FILES = ("CA", "CERT", "KEY")
+"""Variables that name the files of a store with TLS."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,13 @@ def require_client() -> None:
                           hint="pip install 'elastic-rl[chaos]'")
 
 
-def observe(endpoint: str, prefix: str, since: int, last: str) -> list[Change]:
+def observe(endpoint: str, prefix: str, since: int, last: str, *, tls: Sequence[str] = ()) -> list[Change]:
     """The changes under ``prefix`` from the revision ``since`` to that of the key ``last``, in their order, read by the
-    observer in a process of its own. Raises AssertionError if it fails."""
+    observer in a process of its own. ``tls``: files with the authority of the store, and with the certificate and the
+    key of a client. Raises AssertionError if it fails."""
     done = subprocess.run(
         [sys.executable, str(_OBSERVER), endpoint, prefix, str(since), last], capture_output=True, encoding="utf-8",
-        timeout=_TIMEOUT_S, env={**os.environ, **_ENVIRONMENT})
+        timeout=_TIMEOUT_S, env={**os.environ, **_ENVIRONMENT, **dict(zip(_FILES, tls, strict=False))})
     assert done.returncode == 0, done.stderr[-2000:]
     return [Change(**json.loads(line)) for line in done.stdout.splitlines()]
 
@@ -116,5 +119,5 @@ class Observer:
 
 
 def _files(access: EtcdConfig | None) -> Mapping[str, str]:
-    return {} if access is None else {name: path for name, path in (
-        ("CA", access.tls_ca), ("CERT", access.tls_cert), ("KEY", access.tls_key)) if path}
+    return {} if access is None else {name: path for name, path in zip(
+        _FILES, (access.tls_ca, access.tls_cert, access.tls_key), strict=True) if path}
