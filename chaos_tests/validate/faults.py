@@ -25,8 +25,6 @@ OWN_TARGETS = ("one host", "test hosts")
 """Targets that are taken down after their run, so that what is left of them can be seen."""
 AFTER_S = 60.0
 """Consequences of a fault come so long after its recovery at most: leases end, and alerts have a hold."""
-_LATE_ALERT_S = 10.0
-"""So long after its recovery a fault may be seen that the leader could not see before: it was away itself."""
 _SILENT_S = 120.0
 """A job that makes no step for so long during a fault has to say what it waits for."""
 _NOT_OF_FAULTS = ("eval.", "responses.", "reward.", "generate.", "filter.", "train.", "job.", "alerts.", "operation.",
@@ -48,34 +46,18 @@ def victims(fault: Event) -> int:
     return max(1, str(fault.get("witness")).count(_KILLED))
 
 
-@dataclass
-class Episode:
-    """Faults that were under way at once, and what comes of them."""
-
-    faults: list[Event]
-    ends: float
-    """When the last of them had healed; inf if it did not."""
-
-    @property
-    def begins(self) -> float:
-        return began(self.faults[0])
-
-    @property
-    def named(self) -> str:
-        return " and ".join(f"{fault['name']} of {fault.get('target') or '?'}" for fault in self.faults)
+def fault_of(alert: Event, faults: Iterable[Event]) -> Event | None:
+    """The fault that an alert is a sign of: one that was under way, or was over since ``AFTER_S`` at most, when its
+    condition began to hold; among several the one of the alert's subject, or of its kind of part, or the newest."""
+    at, part, subject = float(alert["since"]), str(alert["kind"]).partition(".")[0], str(alert["subject"])
+    under_way = [fault for fault in faults if began(fault) <= at <= ended(fault) + AFTER_S]
+    return max(under_way, default=None, key=lambda fault: (
+        subject in str(fault.get("target")), part in str(fault["name"]), began(fault)))
 
 
-def episodes(faults: Iterable[Event], after_s: float = 0.0) -> list[Episode]:
-    """``after_s``: faults belong together also where one begins so soon after the end of those before."""
-    found = list[Episode]()
-    for fault in sorted(filter(happened, faults), key=began):
-        ends = float(fault["healed_at"]) if fault.get("healed_at") is not None else math.inf
-        if found and began(fault) <= found[-1].ends + after_s:
-            found[-1].faults.append(fault)
-            found[-1].ends = max(found[-1].ends, ends)
-        else:
-            found.append(Episode([fault], ends))
-    return found
+def ended(fault: Event) -> float:
+    """When it was over; inf where it was not."""
+    return float(fault["healed_at"]) if fault.get("healed_at") is not None else math.inf
 
 
 class FaultFold(Fold):
@@ -322,19 +304,19 @@ class Alerts(FaultFold):
                               "and not its end", *notices)
 
     def _per_fault(self) -> None:
-        fired = [seen for seen in self._alerts.values() if seen.fired and of_fault(seen.alert)]
-        for episode in (found := episodes(self.faults, _LATE_ALERT_S)):
-            following = [other.begins for other in found if other.begins > episode.begins]
-            until = min([episode.ends + AFTER_S, *following])
-            of = [seen for seen in fired if episode.begins <= float(seen.alert["since"]) < until]
-            most = sum(map(victims, episode.faults))
-            if len(of) > most:
-                kinds = ", ".join(f"{seen.alert['kind']} of {seen.alert['subject']}" for seen in of)
-                self.violated(f"{episode.named} gave {len(of)} alerts: {kinds}",
-                              *episode.faults, *(proof for seen in of for proof in seen.proofs))
-            killed = all(_KILLED in str(fault["witness"]) for fault in episode.faults)
-            if killed and not of and self._alerts:
-                self.violated(f"{episode.named} gave no alert", *episode.faults)
+        of = dict[int, list[_Seen]]()
+        for seen in self._alerts.values():
+            fault = fault_of(seen.alert, self.happened) if seen.fired and of_fault(seen.alert) else None
+            if fault is not None:
+                of.setdefault(id(fault), []).append(seen)
+        for fault in self.happened:
+            alerts, named = of.get(id(fault), []), f"{fault['name']} of {fault.get('target')}"
+            if len(alerts) > victims(fault):
+                kinds = ", ".join(f"{seen.alert['kind']} of {seen.alert['subject']}" for seen in alerts)
+                self.violated(f"{named} gave {len(alerts)} alerts: {kinds}", fault,
+                              *(proof for seen in alerts for proof in seen.proofs))
+            elif not alerts and _KILLED in str(fault["witness"]) and self._alerts:
+                self.violated(f"{named} gave no alert", fault)
 
     def evidence(self) -> str:
         fired = sum(seen.fired and of_fault(seen.alert) for seen in self._alerts.values())
@@ -369,7 +351,7 @@ class SlowWork(FaultFold):
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
-        injected = [(began(fault) - 1.0, float(fault["healed_at"]) + AFTER_S if fault.get("healed_at") else math.inf)
+        injected = [(began(fault) - 1.0, ended(fault) + AFTER_S)
                     for fault in self.faults if fault.get("injected_at") is not None]
         for event in self._found:
             if not any(begin <= float(event["at"]) <= until for begin, until in injected):
