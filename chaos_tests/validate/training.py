@@ -39,13 +39,13 @@ class Effective:
 
     def __init__(self) -> None:
         self.of = dict[int, Any]()
-        self.done = self._last = 0
+        self.done = self.last = 0
 
     def add(self, step: int, kept: Any) -> None:
         self.done += 1
-        for undone in range(step, self._last + 1):
+        for undone in range(step, self.last + 1):
             self.of.pop(undone, None)
-        self.of[step], self._last = kept, step
+        self.of[step], self.last = kept, step
 
     @property
     def redone(self) -> int:
