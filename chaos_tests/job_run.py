@@ -1,16 +1,18 @@
-"""One run of a job on a cluster of its own under a schedule of faults, and the evidence that it leaves."""
+"""One run of a job on a cluster of its own under a schedule of faults, and the log of it."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import time
 from pathlib import Path
 from typing import Any
 
 from support.whole_run import Job, whole_job
 
+from chaos_tests.event_log import FORM, Event, Kind
 from chaos_tests.faults.catalogue import plan_of
 from chaos_tests.nemesis.schedule import Schedule
-from chaos_tests.validate.run import Evidence
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import DeadlineExceeded
@@ -27,15 +29,24 @@ SETTINGS: dict[str, Any] = {
 """A job that a machine of two cores trains while its parts are killed."""
 
 
-def run(folder: Path, schedule: Schedule) -> Evidence:
-    """Runs the job from its start to its end, and takes its cluster down. Raises AssertionError where it fails."""
+def run(folder: Path, schedule: Schedule) -> list[Event]:
+    """Runs the job from its start to its end, and takes its cluster down; returns the log of that. Raises
+    AssertionError where it fails."""
+    log = list[Event]()
     with whole_job(folder, {**SETTINGS, "train.steps": schedule.steps}) as job:
+        log.append({"kind": Kind.RUN, "at": time.time(), "form": FORM, "scenario": "", "seed": schedule.seed,
+                    "schedule": json.loads(schedule.to_json()), "target": "one host", "baseline": False,
+                    "settings": job.cfg.model_dump(mode="json")})
         report = job.run(plan_of(schedule))
-        alerts = _alerts(job)
+        alerts = [json.loads(alert.encode()) for alert in _alerts(job)]
         committed = [metrics.step for metrics in job.step_metrics()]
+        log += [record | {"kind": Kind.STEP} for record in job.step_records()]
+        log += [fault | {"kind": Kind.FAULT} for fault in report["faults"]]
         job.cluster.down()
-        return Evidence(schedule, report, job.step_records(), committed, job.cfg.train.max_staleness, alerts,
-                        job.leftovers())
+        log += [{"kind": Kind.LEFTOVER, "what": what} for what in job.leftovers()]
+        log.append({"kind": Kind.END, "phase": report["status"], "report": report, "alerts": alerts,
+                    "committed_steps": committed, "aborted": ""})
+    return log
 
 
 def _alerts(job: Job) -> list[Alert]:

@@ -18,10 +18,12 @@ from elastic_rl.report.page import duration, legend, page, section, table, value
 from elastic_rl.runtime.words import counted
 
 _STYLE = """
+.tiles { grid-template-columns: repeat(auto-fit, minmax(124px, 1fr)) } .tiles b { font-size: 22px }
 .badge.passed { background: var(--good) }
 .verdicts td:first-child { font-weight: 650; white-space: nowrap } .verdicts td { overflow-wrap: anywhere }
 .verdicts small { color: var(--soft); font-size: 13px; display: block }
-.state { font-weight: 650; white-space: nowrap } .state.kept { color: var(--good) } .state.violated { color: var(--bad) }
+.state { font-weight: 650; white-space: nowrap }
+.state.kept { color: var(--good) } .state.violated { color: var(--bad) }
 .state.unseen { color: var(--soft) } .violations { margin: 6px 0 0; padding-left: 18px; font-size: 13.5px }
 .violations li { margin-bottom: 4px } summary { cursor: pointer; color: var(--soft); font-size: 13px }
 pre { margin: 6px 0; padding: 8px 10px; overflow-x: auto; border-radius: 6px; background: var(--page); font-size: 12px;
@@ -125,14 +127,16 @@ def _reward(run: Timeline, baseline: Timeline | None) -> str:
 
 
 def _by_fault(kinds: Sequence[Mapping[str, Any]]) -> str:
-    def row(kind: Mapping[str, Any]) -> list[str]:
-        spreads = [value(kind[what][of], 1) for what in ("detect_s", "heal_s") for of in ("median", "p95", "max")]
-        return [kind["name"], f"{kind['happened']} of {kind['planned']}", str(kind["heal_s"]["n"]), *spreads,
-                value(kind["redone"]["median"], 0), value(kind["redone"]["max"], 0), value(kind["alerts"]["max"], 0)]
-    head = ["fault", "happened", "healed", "detected, median s", "p95", "max", "healed, median s", "p95", "max",
-            "steps redone, median", "max", "alerts, max"]
-    return section("Recovery by fault", table(head, [row(kind) for kind in kinds], numeric=True) or (
-        "<p>No fault was planned.</p>"))
+    def spread(of: Mapping[str, Any], digits: int = 1) -> str:
+        return " · ".join(value(of[what], digits) for what in ("median", "p95", "max")) if of["n"] else "–"
+
+    rows = [[kind["name"], f"{kind['happened']} of {kind['planned']}", str(kind["heal_s"]["n"]),
+             spread(kind["detect_s"]), spread(kind["heal_s"]), spread(kind["redone"], 0),
+             value(kind["alerts"]["max"], 0)] for kind in kinds]
+    head = ["fault", "happened", "healed", "detected after, s", "healed after, s", "steps redone", "alerts"]
+    return section("Recovery by fault", table(head, rows, numeric=True) or "<p>No fault was planned.</p>",
+                   "<p><small>Spreads are median · 95th percentile · largest; alerts are the most of one fault.</small>"
+                   "</p>" if rows else "")
 
 
 def _faults(faults: Sequence[Mapping[str, Any]]) -> str:

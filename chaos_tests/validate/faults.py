@@ -163,7 +163,7 @@ class Recoveries(FaultFold):
         super().finish(end)
         for fault in self.happened:
             for moment, after in (("detected_at", "injected_at"), ("healed_at", "detected_at")):
-                at, before = (fault.get(m) if fault.get(m) is not None else math.nan for m in (moment, after))
+                at, before = (float(math.nan if fault.get(m) is None else fault[m]) for m in (moment, after))
                 if not at >= before:  # one of them is missing, too
                     problem = f": {fault['problem']}" if fault.get("problem") else ""
                     self.violated(f"{fault['name']} of {fault.get('target')} at step {fault.get('step')}: {moment} is "
@@ -213,7 +213,8 @@ class SaidWhatItWaitsFor(FaultFold):
         if not self.happened:
             return ""
         words = sum(bool(fault.get("said")) for fault in self.happened)
-        return f"{len(self._gaps)} pauses longer than {_SILENT_S:.0f} s; words to {words} of {len(self.happened)} faults"
+        return (f"{len(self._gaps)} pauses longer than {_SILENT_S:.0f} s; words to {words} of {len(self.happened)} "
+                "faults")
 
 
 # -- I8 ----------------------------------------------------------------------------------------------------------------
@@ -293,8 +294,8 @@ class Alerts(FaultFold):
                 self.violated(f"{phase} of the alert {notices[0]['alert']} of {notices[0]['subject']} was notified "
                               f"{len(notices)} times", *notices)
             if phase == Phase.RESOLVED and (key, Phase.FIRING) not in self._notices:
-                self.violated(f"the end of the alert {notices[0]['alert']} of {notices[0]['subject']} was notified, and "
-                              "not its begin", *notices)
+                self.violated(f"the end of the alert {notices[0]['alert']} of {notices[0]['subject']} was notified, "
+                              "and not its begin", *notices)
         open_ = {str(alert["id"]) for alert in (end or {}).get("alerts") or () if alert["phase"] != Phase.RESOLVED}
         for (key, phase), notices in self._notices.items():
             known = self._alerts.get(key)
@@ -322,8 +323,8 @@ class Alerts(FaultFold):
         fired = sum(seen.fired and of_fault(seen.alert) for seen in self._alerts.values())
         if not self.happened or not (fired or self._notices):
             return ""
-        return (f"{sum(map(victims, self.happened))} parts struck by {len(self.happened)} faults, {fired} alerts fired, "
-                f"{sum(map(len, self._notices.values()))} notices received")
+        return (f"{sum(map(victims, self.happened))} parts struck by {len(self.happened)} faults, {fired} alerts "
+                f"fired, {sum(map(len, self._notices.values()))} notices received")
 
 
 def of_fault(alert: Event) -> bool:
@@ -345,7 +346,7 @@ class SlowWork(FaultFold):
 
     def other(self, event: Event) -> None:
         self._events += 1
-        kind = event_kinds.KINDS.get(str(event["name"]))
+        kind = event_kinds.find(str(event["name"]))
         if kind is not None and (kind.begins or kind.counted) and not str(event["name"]).startswith(_NOT_OF_FAULTS):
             self._found.append(event)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.history import Operation
@@ -35,6 +36,6 @@ def unexplained(events: Iterable[Event]) -> Iterator[Violation]:
             yield Violation(RUN, f"the history of {name} is not decided: {e}")
 
 
-def _hashable(value: object) -> object:
+def _hashable(value: Any) -> Any:
     """What JSON has made a list was a tuple, or may be one: models keep arguments and results in their states."""
     return tuple(map(_hashable, value)) if isinstance(value, list) else value

@@ -106,7 +106,8 @@ class Timeline:
         step, at = int(event["step"]), float(event["at"])
         seconds = float((event.get("seconds") or {}).get("total") or 0.0)
         reward = event.get("reward_mean")
-        one = StepTime(step, at - seconds, at, int(event.get("samples") or 0), None if reward is None else float(reward))
+        one = StepTime(step, at - seconds, at, int(event.get("samples") or 0),
+                       None if reward is None else float(reward))
         undone = sum(n in self.effective.of for n in range(step, self.effective.last + 1))
         if undone:
             self.redone.append((at, undone))
@@ -167,7 +168,8 @@ def by_fault(run: Timeline) -> list[FaultKind]:
     for alert in run.alerts.values():
         if (fault := fault_of(alert, run.happened)) is not None:
             alerts[id(fault)] = alerts.get(id(fault), 0) + 1
-    planned = [str(name) for strike in (run.run.get("schedule") or {}).get("strikes") or () for name in strike["faults"]]
+    strikes = (run.run.get("schedule") or {}).get("strikes") or ()
+    planned = [str(name) for strike in strikes for name in strike["faults"]]
 
     def seconds(faults: Sequence[Event], moment: str) -> Spread:
         return Spread.of([float(f[moment]) - began(f) for f in faults if f.get(moment) is not None])

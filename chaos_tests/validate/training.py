@@ -104,8 +104,8 @@ class TrueWeights(StepFold):
                           "the weights that they name", proof(record, "logprob_diff_max", "sample_versions"))
 
     def evidence(self) -> str:
-        return (f"log-probs of {self._compared} of {self.steps} steps compared, which differ by {self._most:.2g} at most"
-                if self._compared else "")
+        return (f"log-probs of {self._compared} of {self.steps} steps compared, which differ by {self._most:.2g} at "
+                "most" if self._compared else "")
 
 
 class NamedVersions(Fold):
