@@ -94,3 +94,13 @@ def read(path: Path) -> Iterator[Event]:
             if number == 0 and (record.get("kind") != Kind.RUN or record.get("form") != FORM):
                 raise ValueError(f"{path} is no event log of form {FORM}")
             yield record
+
+
+class Records:
+    """The records of a log, which are read from its file each time that they are iterated over."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __iter__(self) -> Iterator[Event]:
+        return read(self.path)

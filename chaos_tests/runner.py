@@ -7,8 +7,6 @@ undone is in ``undo.jsonl``, and a file ``abort`` ends the run (``abort``).
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import logging
 import subprocess
@@ -22,18 +20,17 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from chaos_tests import abort, sampling
+from chaos_tests import abort, report, sampling
 from chaos_tests.abort import AbortSwitch
-from chaos_tests.event_log import FORM, Event, EventLog, Kind, read
+from chaos_tests.event_log import FORM, EventLog, Kind
 from chaos_tests.faults.catalogue import FAULTS, plan_of
 from chaos_tests.nemesis.schedule import Schedule
 from chaos_tests.observation import Observer, require_client
 from chaos_tests.receiver import Notice, Receiver
 from chaos_tests.scenarios import SCENARIOS, Scenario, Tier
 from chaos_tests.target import Target, own_cluster, own_config
-from chaos_tests.validate.run import Evidence, check
 from elastic_rl.config import Config, secrets
-from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
+from elastic_rl.coordinator.alerts.state_machine import Phase
 from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable
 from elastic_rl.etcd import events
 from elastic_rl.etcd.keys import ROOT
@@ -101,19 +98,17 @@ def run(schedule: Schedule, folder: Path, *, baseline: bool | None = None, say: 
     cannot be started."""
     scenario = scenario_of(schedule)
     _prepare(schedule, folder)
-    wrong = list[str]()
     with abort.running(folder) as aborts:
         switch(aborts)
         if scenario.baseline if baseline is None else baseline:
             say("the baseline: the same job without faults")
             (folder / BASELINE).mkdir()
             _run_own(scenario, replace(schedule, strikes=()), folder / BASELINE, aborts, say, baseline=True)
-            wrong += [f"baseline: {each}" for each in verdicts(folder / BASELINE)]
-        if not aborts.why:
-            say(f"the run with {schedule.faults} faults")
-            _run_own(scenario, schedule, folder, aborts, say, baseline=False)
-            wrong += verdicts(folder)
-        return _reported(Outcome(folder, wrong, aborts.why))
+        if aborts.why:
+            return Outcome(folder, [], aborts.why)
+        say(f"the run with {schedule.faults} faults")
+        _run_own(scenario, schedule, folder, aborts, say, baseline=False)
+        return _reported(folder)
 
 
 def run_attached(schedule: Schedule, folder: Path, target: Target, limits: Limits, *, say: Say = log.info,
@@ -126,7 +121,7 @@ def run_attached(schedule: Schedule, folder: Path, target: Target, limits: Limit
         with _log_of(folder, schedule, target.cfg, target.name, baseline=False) as event_log:
             end = _Play(target, scenario, schedule, folder, event_log, aborts, limits, say).follow()
             event_log.write(Kind.END, **end, aborted=aborts.why)
-        return _reported(Outcome(folder, verdicts(folder), aborts.why))
+        return _reported(folder)
 
 
 def scenario_of(schedule: Schedule) -> Scenario:
@@ -183,7 +178,7 @@ def _log_of(folder: Path, schedule: Schedule, cfg: Config, target: str, *, basel
         event_log.write(
             Kind.RUN, form=FORM, scenario=schedule.scenario, seed=schedule.seed, target=target, baseline=baseline,
             schedule=json.loads(schedule.to_json()), settings=secrets.redacted(cfg.model_dump(mode="json")),
-            versions=_versions(), commit=_commit())
+            versions=_versions(), commit=_commit(), floor={"steps": scenario_of(schedule).floor_steps})
         yield event_log
     finally:
         event_log.close()
@@ -221,7 +216,8 @@ class _Play:
         with ExitStack() as observing:
             since = 1 if target.own else target.etcd.revision() + 1
             observer = Observer(target.info.etcd_endpoints[0], f"{ROOT}/", since, self._on_change,
-                                log=self._folder / "observer.log", access=target.cluster.here.etcd)
+                                log=self._folder / "observer.log", access=target.cluster.here.etcd,
+                                on_gap=lambda first, last: self._log.write(Kind.GAP, first=first, last=last))
             observing.callback(observer.close)
             steps = _Steps(target, self._log)
             for poll, every_s in ((steps.poll, _POLL_S), (_Events(target, self._log).poll, _POLL_S),
@@ -378,45 +374,15 @@ class _Poller:
 
 
 # -- what is made of a run ---------------------------------------------------------------------------------------------
-def verdicts(folder: Path) -> list[str]:
-    """What is wrong with the run whose log is in a folder, by that log alone."""
-    found = [*read(folder / EVENTS)]
-    return [*judged(found), *below_floor(found)]
-
-
 def outcome_of(folder: Path) -> Outcome:
-    """The outcome of the run whose results are in a folder. Raises ValueError for a file that is no log."""
-    baseline = folder / BASELINE
-    wrong = [f"baseline: {each}" for each in verdicts(baseline)] if (baseline / EVENTS).exists() else []
-    found = [*read(folder / EVENTS)]
-    return Outcome(folder, [*wrong, *verdicts(folder)], str(found[-1].get("aborted") or "") if found else "")
+    """The outcome of the run whose results are in a folder, by its log and its baseline's alone. Raises ValueError for a
+    file that is no log."""
+    found = report.read(folder)
+    wrong = [str(violation) for verdict in found.verdicts for violation in verdict.violations]
+    return Outcome(folder, wrong, str((found.run.end or {}).get("aborted") or ""))
 
 
-def judged(found: Sequence[Event]) -> list[str]:
-    """The violations of a log. Pure."""
-    begin, end = found[0], found[-1]
-    if end["kind"] != Kind.END or "steps" not in end["report"]:
-        return ["run: the log has no report of the job"]
-    faults = [event for event in found if event["kind"] == Kind.FAULT]
-    return [*map(str, check(Evidence(
-        Schedule.from_json(json.dumps(begin["schedule"]), FAULTS), {**end["report"], "faults": faults},
-        [event for event in found if event["kind"] == Kind.STEP], end["committed_steps"],
-        begin["settings"]["train"]["max_staleness"], [Alert(**alert) for alert in end["alerts"]],
-        [event["what"] for event in found if event["kind"] == Kind.LEFTOVER])))]
-
-
-def below_floor(found: Sequence[Event]) -> list[str]:
-    """Whether the job had done too little before its first fault: then nothing was struck under load. Pure."""
-    floor = SCENARIOS[found[0]["scenario"]].floor_steps
-    first = min((e["injected_at"] for e in found if e["kind"] == Kind.FAULT and e["witness"]), default=None)
-    if first is None:
-        return []
-    done = {e["step"] for e in found if e["kind"] == Kind.STEP and e["at"] < first}
-    return [] if len(done) >= floor else [f"run: {len(done)} steps were done before the first fault, below {floor}"]
-
-
-def _reported(outcome: Outcome) -> Outcome:
-    """Writes the report of a run into its folder."""
-    if importlib.util.find_spec("chaos_tests.report") is not None:
-        importlib.import_module("chaos_tests.report").write(outcome.folder)
-    return outcome
+def _reported(folder: Path) -> Outcome:
+    """The outcome of a run, whose report is written into its folder."""
+    report.write(folder)
+    return outcome_of(folder)

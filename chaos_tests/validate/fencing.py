@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from chaos_tests.event_log import Event
 from chaos_tests.validate.replay import Checker, below, replay
-from chaos_tests.validate.run import Violation
+from chaos_tests.validate.verdict import Violation
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 
 _JOB, _CLUSTER = Keys("j"), ClusterKeys("c")

@@ -16,7 +16,7 @@ from chaos_tests.traffic.cluster_changes import wanted_of_host
 from chaos_tests.traffic.driver_writes import PREFIX, Driver
 from chaos_tests.traffic.pool_changes import POOL
 from chaos_tests.validate import assignments, leadership
-from chaos_tests.validate.run import Violation
+from chaos_tests.validate.verdict import Violation
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 
 _LEAST_ANSWERS = 20

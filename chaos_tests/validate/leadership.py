@@ -36,8 +36,11 @@ def check(changes: Sequence[Change], keys: Keys, pool: str = "rollout", *, clust
         batch = list(together)
         for change in batch:
             if change.key == keys.pool_spec(pool) and change.put:
-                verdict.desired[revision] = json.loads(change.value)["desired"]
-                if change.create != revision and not any(c.key.startswith(keys.events_prefix()) for c in batch):
+                before = next(reversed(verdict.desired.values()), None)
+                verdict.desired[revision] = desired = json.loads(change.value)["desired"]
+                # The driver that takes over writes other fields of it again.
+                if change.create != revision and desired != before and not any(
+                        c.key.startswith(keys.events_prefix()) for c in batch):
                     verdict.faults.append(f"{revision}: the pool changed without its event")
             for writer in _writers(change, keys):
                 if writer != leader:

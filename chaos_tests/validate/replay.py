@@ -14,7 +14,7 @@ from typing import Any
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.observation import Change
-from chaos_tests.validate.run import Violation
+from chaos_tests.validate.verdict import Violation
 from elastic_rl.etcd.keys import ROOT, ClusterKeys, Keys
 
 Checker = Callable[[Iterable[Event]], Iterator[Violation]]

@@ -9,7 +9,7 @@ from typing import Any
 
 from chaos_tests.event_log import Event
 from chaos_tests.validate.replay import Checker, Step, Transaction, below, replay
-from chaos_tests.validate.run import Violation
+from chaos_tests.validate.verdict import Violation
 from elastic_rl.etcd.keys import Keys
 
 _JOB = Keys("j")

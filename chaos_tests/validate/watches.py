@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate.replay import Checker
-from chaos_tests.validate.run import Violation
+from chaos_tests.validate.verdict import Violation
 
 _Seen = tuple[int, bool, str]
 """Revision, whether it is a put, key."""

@@ -7,7 +7,7 @@ from html import escape
 from math import floor, log10
 from typing import Any
 
-from elastic_rl.report.charts import Point, nice_ticks
+from elastic_rl.report.frame import Point, nice_ticks
 from elastic_rl.telemetry.training_metrics import THROUGHPUT, UPDATE
 
 Record = Mapping[str, Any]

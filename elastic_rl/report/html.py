@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,12 @@ from elastic_rl.host.paths import JobPaths
 from elastic_rl.report import charts
 from elastic_rl.report.build import effective_steps, percentile, sft_evaluations, version_lags
 from elastic_rl.report.curves import curves
+from elastic_rl.report.page import duration as _duration
+from elastic_rl.report.page import legend as _legend
+from elastic_rl.report.page import page
+from elastic_rl.report.page import section as _section
+from elastic_rl.report.page import table as _table
+from elastic_rl.report.page import value as _value
 from elastic_rl.runtime.files import replace_file
 from elastic_rl.runtime.words import counted
 
@@ -61,16 +66,11 @@ def render(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str:
     ]
     at = [float(r["at"]) for r in records if r.get("at") is not None]
     when = datetime.fromtimestamp(min(at), UTC).strftime("%Y-%m-%d %H:%M UTC") if at else ""
-    style = files("elastic_rl.report").joinpath("report.css").read_text(encoding="utf-8")
-    script = files("elastic_rl.report").joinpath("report.js").read_text(encoding="utf-8")
-    return (f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f'<title>{escape(report["job"])} · elastic-rl</title><style>{style}</style></head><body><main>'
-            f'<header><div><h1>{escape(report["job"])}</h1><p>elastic-rl run report · {when} · seed {report["seed"]} · '
-            f'{_duration(report["wall_s"])}{_periods(report)}</p></div><span class="badge {escape(report["status"])}">'
-            f'{escape(report["status"])}</span></header>{_note(report)}{_tiles(report)}{"".join(sections)}'
-            f'<footer>Made from steps.jsonl and etcd. The same numbers are in report.json.</footer></main>'
-            f'<div id="tip" role="status"></div><script>{script}</script></body></html>')
+    return page(report["job"], (
+        f'<header><div><h1>{escape(report["job"])}</h1><p>elastic-rl run report · {when} · seed {report["seed"]} · '
+        f'{_duration(report["wall_s"])}{_periods(report)}</p></div><span class="badge {escape(report["status"])}">'
+        f'{escape(report["status"])}</span></header>{_note(report)}{_tiles(report)}{"".join(sections)}'
+        f'<footer>Made from steps.jsonl and etcd. The same numbers are in report.json.</footer>'))
 
 
 def write(report: Mapping[str, Any], records: Sequence[dict[str, Any]], paths: JobPaths) -> Path:
@@ -80,15 +80,6 @@ def write(report: Mapping[str, Any], records: Sequence[dict[str, Any]], paths: J
                        (paths.report_page, render(report, records))):
         replace_file(path, text)
     return paths.report_page
-
-
-def _section(title: str, *parts: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
-
-
-def _legend(*entries: tuple[str, str]) -> str:
-    items = "".join(f'<li><i class="{kind}"></i>{escape(word)}</li>' for kind, word in entries)
-    return f'<ul class="legend">{items}</ul>'
 
 
 def _note(report: Mapping[str, Any]) -> str:
@@ -216,27 +207,7 @@ def _number_table(report: Mapping[str, Any]) -> str:
     return _table(["key", "value"], rows)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numeric: bool = False) -> str:
-    if not rows:
-        return ""
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    kind = ' class="numeric"' if numeric else ""
-    return (f'<div class="scroll"><table{kind}><thead><tr>{"".join(f"<th>{escape(h)}</th>" for h in head)}</tr></thead>'
-            f"<tbody>{body}</tbody></table></div>")
-
-
 def _words(value: Any) -> str:
     return "" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def _value(value: float | None, digits: int, unit: str = "") -> str:
-    if value is None:
-        return "–"
-    if 0 < abs(value) < 0.5 * 10.0 ** -digits:
-        return f"{value:.1e}{unit}"
-    return f"{value:,.{digits}f}{unit}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(round(seconds)), 60)
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

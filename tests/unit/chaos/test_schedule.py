@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chaos_tests.faults.catalogue import WEIGHTS
 from chaos_tests.nemesis.schedule import Schedule, Strike, drawn, drawn_by_time, shrunk
 
 CATALOGUE = {f"fault-{n}": 1.0 + n for n in range(6)}
@@ -106,3 +107,8 @@ def test_shrinking_ends_after_its_tries_with_a_schedule_that_fails(seed: int, tr
 def test_single_fault_is_as_small_as_it_gets() -> None:
     one = Schedule(1, 10, (Strike(3, ("fault-0",)),))
     assert shrunk(one, lambda _: pytest.fail("it is run again"), tries=9) == one
+
+
+def test_every_fault_of_the_catalogue_can_be_drawn() -> None:
+    found = drawn(1, 60, len(WEIGHTS), WEIGHTS)
+    assert sorted(name for strike in found.strikes for name in strike.faults) == sorted(WEIGHTS)
