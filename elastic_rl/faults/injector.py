@@ -21,7 +21,7 @@ from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.kinds import CoordinatorKilled, EngineKilled, PoolScaled, TrainerRankKilled
 from elastic_rl.pipeline.records.run_log import RunLog
-from elastic_rl.report.build import read_records
+from elastic_rl.report.build import read_records_since
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class FaultInjector(threading.Thread):
 
     def _meanwhile(self, times: dict[str, Any]) -> str:
         end = times["healed_at"] or time.time()
-        steps = [r for r in read_records(self.steps)
+        steps = [r for r in read_records_since(self.steps, times["injected_at"])
                  if r["kind"] == "step" and times["injected_at"] <= r["at"] <= end]
         samples = sum(r["samples"] for r in steps)
         try:

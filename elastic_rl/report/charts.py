@@ -40,7 +40,7 @@ def parts(items: Sequence[T], limit: int = MOST_DRAWN) -> list[Sequence[T]]:
 
 def means(points: Sequence[Point], limit: int = MOST_DRAWN) -> list[Point]:
     """A curve of at most ``limit`` points: the means of as many runs of points."""
-    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts(points, limit)]
+    return [(sum(x / len(part) for x, _ in part), sum(y / len(part) for _, y in part)) for part in parts(points, limit)]
 
 
 def envelope(points: Sequence[Point], limit: int = MOST_DRAWN) -> list[Point]:
@@ -156,8 +156,9 @@ def learning(rewards: Sequence[Point], eval_accuracy: Sequence[Point], faults: S
 
 
 def step_seconds(steps: Sequence[tuple[int, Mapping[str, float]]], faults: Sequence[tuple[float, str]]) -> str:
-    """Stacked bars: seconds of each stage of a step, or of many steps in the mean. The axis ends at the 98th percentile,
-    so that the one step that waited for a recovery does not flatten all others; a bar that goes beyond it is marked."""
+    """Stacked bars: seconds of each stage of a step, or of many steps in the mean. The axis ends at the 98th
+    percentile, so that the one step that waited for a recovery does not flatten all others; a bar that goes beyond it
+    is marked."""
     bars = [(part[0][0], part[-1][0], _mean_seconds([seconds for _, seconds in part])) for part in parts(steps)]
     totals = sorted(sum(s.get(p, 0.0) for p in STAGE_ORDER) for _, _, s in bars) or [1.0]
     cap = max(totals[min(len(totals) - 1, int(len(totals) * 0.98))], totals[len(totals) // 2] * 2) * 1.05
@@ -236,8 +237,8 @@ def _runs(by_step: Mapping[int, int], limit: int = MOST_DRAWN) -> list[tuple[int
 
 def fault_timeline(faults: Sequence[Mapping[str, object]], step_times: Sequence[tuple[float, int]], start: float,
                    end: float) -> str:
-    """A lane a fault, of the newest ones, over wall time: until it was detected, until it was healed; under them a tick for each finished
-    step, which shows what went on meanwhile."""
+    """A lane a fault, of the newest ones, over wall time: until it was detected, until it was healed; under them a tick
+    for each finished step, or one of several, which shows what went on meanwhile."""
     lane, left = 30, 210
     drawn = [*enumerate(faults, 1)][-MOST_MARKED:]
     frame = _Frame((0, end - start), (0, 1), _TOP + lane * (len(drawn) + 1) + 40, "Faults over time", left=left)

