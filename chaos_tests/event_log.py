@@ -54,10 +54,12 @@ class Kind(StrEnum):
     deduplication)."""
     PROCESS = "process"
     """A sample of a process: ``role`` (what it is in the cluster, the same over restarts), ``pid``, ``rss_bytes``,
-    ``descriptors``, ``threads``, ``cpu_s``."""
+    ``anonymous_bytes`` (of it what is mapped of no file), ``descriptors``, ``threads``, ``cpu_s``."""
     STORE = "store"
-    """A sample of what is kept: ``etcd_keys``, ``etcd_bytes``, ``files``, ``file_bytes``, ``status_s`` (time that
-    ``status`` took), ``step`` (the newest one)."""
+    """A sample of what is kept: ``etcd_keys`` and ``etcd_keys_by_prefix``, ``etcd_bytes`` (in use), ``files`` of the
+    job's folder, their bytes as ``history_bytes`` (steps.jsonl), ``log_bytes`` and ``file_bytes`` (the others, also as
+    ``file_bytes_by_folder``), ``shm_files`` and ``shm_bytes`` in /dev/shm, ``status_s`` (time that ``status`` took),
+    ``step`` (the newest one)."""
     LEFTOVER = "leftover"
     """Something that should have ended with the cluster: ``what``."""
     END = "end"

@@ -375,7 +375,7 @@ class _Poller:
 
 # -- what is made of a run ---------------------------------------------------------------------------------------------
 def outcome_of(folder: Path) -> Outcome:
-    """The outcome of the run whose results are in a folder, by its log and its baseline's alone. Raises ValueError for a
+    """The outcome of the run whose results are in a folder, by its log and its baseline alone. Raises ValueError for a
     file that is no log."""
     found = report.read(folder)
     wrong = [str(violation) for verdict in found.verdicts for violation in verdict.violations]

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable
 from elastic_rl.faults.context import Fault, FaultContext, InjectionEnded
 from elastic_rl.faults.kinds import CoordinatorKilled, EngineKilled, PoolScaled, TrainerRankKilled
-from elastic_rl.report.build import read_records
+from elastic_rl.report.build import read_records_since
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class FaultInjector(threading.Thread):
 
     def _meanwhile(self, times: dict[str, Any]) -> str:
         end = times["healed_at"] or time.time()
-        steps = [r for r in read_records(self.steps)
+        steps = [r for r in read_records_since(self.steps, times["injected_at"])
                  if r["kind"] == "step" and times["injected_at"] <= r["at"] <= end]
         samples = sum(r["samples"] for r in steps)
         try:

@@ -9,6 +9,8 @@ from math import ceil, floor, log10
 WIDTH = 920
 LEFT, RIGHT, TOP = 48, 16, 14
 Point = tuple[float, float]
+MOST_MARKED = 50
+"""Most faults, and lanes of engines, that a chart has: the newest."""
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -23,7 +25,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def short(value: float) -> str:
-    return f"{value:.4g}"
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 class Frame:
@@ -61,8 +63,8 @@ class Frame:
         self.text("tick", WIDTH - RIGHT, self.height - 3, x_label, "end")
 
     def fault_marks(self, faults: Sequence[tuple[float, str]]) -> None:
-        """Dotted verticals, numbered as in the table."""
-        for number, (x, name) in enumerate(faults, 1):
+        """Dotted verticals, numbered as in the table: the newest ones."""
+        for number, (x, name) in [*enumerate(faults, 1)][-MOST_MARKED:]:
             at = self.px(x)
             self.add(f'<g class="fault" data-tip="{number}: {escape(name)} at step {short(x)}">'
                      f'<line x1="{at}" x2="{at}" y1="{TOP + 8}" y2="{self.height - self.bottom}"/>'

@@ -13,6 +13,7 @@ from elastic_rl.host.paths import JobPaths
 from elastic_rl.report import charts
 from elastic_rl.report.build import effective_steps, percentile, sft_evaluations, version_lags
 from elastic_rl.report.curves import curves
+from elastic_rl.report.frame import MOST_MARKED
 from elastic_rl.report.page import duration as _duration
 from elastic_rl.report.page import legend as _legend
 from elastic_rl.report.page import page
@@ -22,6 +23,8 @@ from elastic_rl.report.page import value as _value
 from elastic_rl.runtime.files import replace_file
 from elastic_rl.runtime.words import counted
 
+_MOST_ROWS = 200
+"""Rows of a table of engines or faults: the newest."""
 _TILES = 6
 """Evaluation sets that have a tile; the table has all."""
 _STAGE_WORDS = {"devices": "hand over devices", "sync": "wait for engines", "generate": "generate", "reward": "reward",
@@ -175,12 +178,19 @@ def _faults(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str
     rows = [[str(n), f["name"], str(f["target"] or ""), _value(f["step"], 0), _value(f["detect_s"], 1, " s"),
              _value(f["heal_s"], 1, " s"), _words(" — ".join(filter(None, (f["witness"], f.get("problem"))))),
              _words(f["meanwhile"])]
-            for n, f in enumerate(faults, 1)]
+            for n, f in [*enumerate(faults, 1)][-_MOST_ROWS:]]
     head = ["", "fault", "target", "step", "detected after", "healed after", "seen by", "meanwhile"]
     return _section("Faults", charts.fault_timeline(faults, times, start, end),
                     _legend(("undetected", "injected, not yet detected"), ("healing", "detected, not yet healed"),
                             ("step", "a finished step")),
-                    _table(head, rows))
+                    _newest(len(faults), "fault"), _table(head, rows))
+
+
+def _newest(count: int, what: str) -> str:
+    """What a reader must know of a table and a chart that have the newest of so many only."""
+    return "" if count <= MOST_MARKED else (
+        f"<p>Of {counted(count, what)} the newest {MOST_MARKED} are drawn, and the newest "
+        f"{min(count, _MOST_ROWS)} listed; report.json has all.</p>")
 
 
 def _stage_table(steps: Sequence[dict[str, Any]]) -> str:
@@ -195,10 +205,11 @@ def _stage_table(steps: Sequence[dict[str, Any]]) -> str:
 
 def _engine_table(engines: Sequence[Mapping[str, Any]]) -> str:
     rows = [[e["id"], e["last_state"], str(e["steps_served"]), str(e["last_version"]), str(e["lag_max"]),
-             _value(e["pull_apply_s_p50"], 3, " s"), _value(e["pause_s_p50"], 3, " s")] for e in engines]
+             _value(e["pull_apply_s_p50"], 3, " s"), _value(e["pause_s_p50"], 3, " s")]
+            for e in sorted(engines, key=lambda engine: int(engine["last_version"]))]
     head = ["engine", "last state", "steps served", "last version", "largest lag", "pull and apply, median",
             "of it paused"]
-    return _table(head, rows)
+    return _newest(len(rows), "engine") + _table(head, rows[-_MOST_ROWS:])
 
 
 def _number_table(report: Mapping[str, Any]) -> str:
