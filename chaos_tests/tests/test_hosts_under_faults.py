@@ -27,6 +27,9 @@ def violations(schedule: Schedule, folder: Path) -> list[str]:
     return [*map(str, check(read(log), cluster=target_hosts.CLUSTER))]
 
 
+@full(proved_in="tests/integration/host/test_faults_of_hosts.py tests/integration/host/test_links_of_hosts.py",
+      why="partition, power cut and a killed leader under clients that change the cluster")
+@pytest.mark.timeout(3600)
 def test_cluster_keeps_every_rule_when_hosts_are_apart_and_lose_power(tmp_path: Path) -> None:
     """The host whose coordinator leads is apart from the others, but not from its clients; then the host with the run
     loses its power while the leader is killed."""
@@ -35,7 +38,7 @@ def test_cluster_keeps_every_rule_when_hosts_are_apart_and_lose_power(tmp_path: 
         Strike(6, ("holder_host_powered_off", "leader_host_coordinator_killed")))), tmp_path) == []
 
 
-@full(proved_in="chaos_tests/tests/test_hosts_under_faults.py tests/integration/host/test_links_of_hosts.py",
+@full(proved_in="tests/integration/host/test_faults_of_hosts.py tests/integration/host/test_links_of_hosts.py",
       why="every fault of hosts, in orders and pairs that nobody has chosen")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [1, 2, 3])

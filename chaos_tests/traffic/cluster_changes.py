@@ -24,6 +24,7 @@ _CALL_S, _LAST_CALL_S = 3.0, 60.0
 _REGISTERED = 4
 """Engines that each client registers at most: a pool takes few."""
 _MOST_ENGINES = 6
+_ANSWERS_A_MOVE = 80
 USED, CORDONED, DRAINED = 0, 1, 2
 """What is wanted of a host, as a number; from DRAINED on each drain is another one, which its deadline tells apart."""
 _DRAIN_UNIT_S = 0.001
@@ -113,7 +114,7 @@ class ClusterClients(ClusterCalls):
 
     def __init__(self, target: Target, seed: int, *, pause_s: float = 0.2) -> None:
         super().__init__(target, Recorder())
-        self._pause_s, self._seed, self._drains = pause_s, seed, 0
+        self._pause_s, self._seed, self._moves = pause_s, seed, 0
         self._created = dict[str, str]()
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._working = list[Future[None]]()
@@ -155,21 +156,26 @@ class ClusterClients(ClusterCalls):
                         self.wanted(replica, host, replica)
                     else:
                         self.want(replica, host, self._drawn(choose), replica)
-                case "restart":
+                case "restart" if self._moves_the_run():
                     self._begin(replica, choose, "restarts", {"target": "driver", "reason": "chaos"})
                 case "register" if registered < _REGISTERED:
                     registered += 1
                     url = f"http://{choose.choice([*self.target.hosts.values()])}:{choose.randint(20000, 60000)}"
                     self._begin(replica, choose, "engines", {"url": url, "pool": POOL})
 
-    def _drawn(self, choose: random.Random) -> int:
-        """Mostly that a host is used, so that there are hosts for what is to run."""
-        kind = choose.choices((USED, CORDONED, DRAINED), (12, 6, 1))[0]
-        if kind != DRAINED:
-            return kind
+    def _moves_the_run(self) -> bool:
+        """Whether it is time for something that ends the driver: it needs time to begin again in between."""
         with self._lock:
-            self._drains += 1
-            return DRAINED + self._drains
+            due = self.answered() >= _ANSWERS_A_MOVE * (self._moves + 1)
+            self._moves += due
+            return due
+
+    def _drawn(self, choose: random.Random) -> int:
+        """Mostly that a host is used, so that there are hosts for what is to run; seldom that one is drained, so that
+        the run has time to begin where it was moved to."""
+        if self._moves_the_run():
+            return DRAINED + self._moves
+        return choose.choices((USED, CORDONED), (2, 1))[0]
 
     def _begin(self, replica: str, choose: random.Random, path: str, body: Mapping[str, Any]) -> None:
         """Sends a request, and once more through another replica, as a client does that was told nothing."""

@@ -29,7 +29,7 @@ from elastic_rl.host.test_hosts.isolated_hosts import IsolatedHosts
 from elastic_rl.host.test_hosts.link_probe import Arrivals, arrivals, silent_connection
 from elastic_rl.runtime.waiting import wait_until
 
-_COORDINATOR, _ETCD = "elastic_rl.coordinator.service", "bin/etcd"
+_COORDINATOR, _ETCD = "elastic_rl.coordinator.service", "etcd --name "
 _NO_MAJORITY_S = 20.0
 """Longer than any election of etcd, and than every lease."""
 _AWAY = (HostPhase.JOINING, HostPhase.SUSPECTED, HostPhase.LOST)
