@@ -11,7 +11,7 @@ from html import escape
 from chaos_tests.event_log import Event
 from chaos_tests.validate.faults import began
 from chaos_tests.validate.statistics import StepTime
-from elastic_rl.report.curves import downsample
+from elastic_rl.report.charts import means
 from elastic_rl.report.frame import LEFT, RIGHT, TOP, WIDTH, Frame, Point, nice_ticks, path
 
 POINTS = 240
@@ -96,7 +96,7 @@ def _hits(frame: Frame, points: Sequence[Point], words: str) -> list[str]:
 
 def reward(run: Sequence[Point], baseline: Sequence[Point], faults: Sequence[Event]) -> str:
     """Mean reward over steps, of the run and of its baseline, with the faults."""
-    mine, its = downsample(run, POINTS), downsample(baseline, POINTS)
+    mine, its = means(run, POINTS), means(baseline, POINTS)
     values = [y for _, y in (*mine, *its)]
     ticks = nice_ticks(min([0.0, *values]), max([1.0, *values]), 4)
     last = max([x for x, _ in (*run, *baseline)], default=1.0)

@@ -87,7 +87,7 @@ def test_run_that_is_aborted_has_what_it_stopped_go_on(target: Target, tmp_path:
 
 def test_etcd_that_a_killed_run_has_stopped_goes_on_by_the_abort_command(target: Target, tmp_path: Path) -> None:
     file, folder = tmp_path / "schedule.json", tmp_path / "results"
-    file.write_text(schedule("etcd_stopped", 5.0).to_json())
+    file.write_text(schedule("etcd_stopped", 5.0).to_json(), encoding="utf-8")
     etcd = psutil.Process(next(r.pid for r in target.cluster.services.running() if r.name == "etcd-0"))
     run = subprocess.Popen([
         sys.executable, "-m", "elastic_rl.cli.main", "chaos", "replay", str(file), "--only", "etcd", "--allow-last",
@@ -97,7 +97,7 @@ def test_etcd_that_a_killed_run_has_stopped_goes_on_by_the_abort_command(target:
     finally:
         os.kill(run.pid, signal.SIGKILL)
         run.wait()
-    assert json.loads((folder / "undo.jsonl").read_text())["pid"] == etcd.pid
+    assert json.loads((folder / "undo.jsonl").read_text(encoding="utf-8"))["pid"] == etcd.pid
     done = abort.abort(folder)
     assert done and str(etcd.pid) in done[0] and etcd.status() != psutil.STATUS_STOPPED
     goes_on(target)

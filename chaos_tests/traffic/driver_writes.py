@@ -82,7 +82,7 @@ class Writer:
             outcome = REFUSED
         except EtcdUnavailable:
             outcome = UNANSWERED
-        with _tried(self._ctx.config).open("a") as file:
+        with _tried(self._ctx.config).open("a", encoding="utf-8") as file:
             file.write(f"{os.getpid()} {outcome}\n")
 
     def _begin(self) -> Driver:
@@ -95,7 +95,8 @@ class Writer:
 def tried(cfg: Config, outcome: str) -> int:
     """How many writes had this outcome on the host whose settings these are."""
     path = _tried(cfg)
-    return sum(line.split()[1:] == [outcome] for line in path.read_text().splitlines()) if path.exists() else 0
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return sum(line.split()[1:] == [outcome] for line in lines)
 
 
 def accepted(etcd: EtcdClient, job: str) -> list[Driver]:

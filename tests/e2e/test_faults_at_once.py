@@ -1,46 +1,47 @@
-"""The whole run of the default tier, by ``elastic-rl chaos``: one job on real parts, in which each part that the run
-needs is lost, several at once where they recover independently of each other. Its log of events is judged by every
-rule."""
+"""The whole run of the default tier: one job on real parts, in which each part that the run needs is lost, several at
+once where they recover independently of each other."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.whole_run import assert_recovered, assert_sound, whole_job
 
-from chaos_tests.event_log import Kind, read
-from chaos_tests.nemesis.schedule import Schedule, Strike
+from elastic_rl.faults.context import Fault, FaultContext
+from elastic_rl.faults.kinds import CoordinatorKilled, EngineKilled, TrainerRankKilled
+from elastic_rl.faults.outages import ActorKilled, DcsNodeKilled, EtcdStopped, RouterKilled
+from elastic_rl.host.paths import JobPaths
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
+STEPS = 18
 # With one engine the run waits for each of these parts, so that the number of steps does not depend on the machine.
-SCHEDULE = Schedule(
-    0, 18, (Strike(2, ("engine_killed", "coordinator_killed")), Strike(4, ("trainer_rank_killed", "router_killed")),
-            Strike(6, ("actor_killed",)), Strike(8, ("dcs_killed",)), Strike(10, ("etcd_stopped",))),
-    scenario="quick", settings=("--trainer.data_parallel=2", "--sft.max_steps=4"))
+SETTINGS = {"rollout.engines": 1, "train.steps": STEPS, "train.state_every_steps": 3, "train.prompts_per_step": 8,
+            "train.group_size": 4, "sft.max_steps": 4, "data.options.operand_below": 30,
+            "trainer.tensor_parallel": 1, "trainer.data_parallel": 2}
+
+
+def parts_lost_at_once(context: FaultContext, _steps: int) -> list[tuple[int, Sequence[Fault]]]:
+    return [(2, [EngineKilled(context), CoordinatorKilled(context)]),
+            (4, [TrainerRankKilled(context), RouterKilled(context)]),
+            (6, [ActorKilled(context)]),
+            (8, [DcsNodeKilled(context)]),
+            (10, [EtcdStopped(context, 15.0)])]
 
 
 def test_every_step_is_done_exactly_once_although_each_part_is_lost(tmp_path: Path) -> None:
-    schedule, results = tmp_path / "schedule.json", tmp_path / "results"
-    schedule.write_text(SCHEDULE.to_json())
-    done = subprocess.run([sys.executable, "-m", "elastic_rl.cli.main", "chaos", "replay", str(schedule), "--out",
-                           str(results)], capture_output=True, encoding="utf-8", check=False)
-    print(done.stderr)
-    assert done.returncode == 0 and "every rule was kept" in done.stdout, done.stdout
-    events = [*read(results / "events.jsonl")]
-    of = {kind: [e for e in events if e["kind"] == kind] for kind in Kind}
-    assert sorted(fault["name"] for fault in of[Kind.FAULT]) == sorted(
-        name for strike in SCHEDULE.strikes for name in strike.faults)
-    assert all(fault["witness"] and fault["healed_at"] and not fault["problem"] for fault in of[Kind.FAULT])
-    assert {e["step"] for e in of[Kind.STEP]} == set(range(1, 19)) and events[-1]["phase"] == "finished"
-    # What each part of the log is for: none of them may be silent.
-    assert all(of[kind] for kind in Kind if kind not in (Kind.OPERATION, Kind.LEFTOVER))
-    assert of[Kind.CHANGE] == sorted(of[Kind.CHANGE], key=lambda change: change["revision"])
-    epochs = [json.loads(e["value"]) for e in of[Kind.CHANGE] if e["key"].endswith("/epoch")]
-    assert {epoch["number"] for epoch in epochs} == {1}, "a part was answered by a global restart"
-    assert "run.crash_loop" not in [e["name"] for e in of[Kind.EVENT]]
-    [page] = (results / "cluster").glob("*/report.html")
-    assert page.read_text().startswith("<!doctype html>")
+    with whole_job(tmp_path / "run", SETTINGS) as job:
+        report = job.run(parts_lost_at_once)
+        assert sorted(fault["name"] for fault in report["faults"]) == [
+            "actor_killed", "coordinator_killed", "dcs_killed", "engine_killed", "etcd_stopped", "router_killed",
+            "trainer_rank_killed"]
+        assert_recovered(report["faults"], "")
+        assert all(fault["witness"] for fault in report["faults"]), "a fault that nobody saw happen"
+        assert_sound(job, report, STEPS)
+        assert job.epoch() == 1, "a part was answered by a global restart"
+        assert "run.crash_loop" not in [e.kind for e in job.events()]
+        assert JobPaths.of(job.cluster.cfg).report_page.read_text().startswith("<!doctype html>")
+        job.cluster.down()
+        assert job.leftovers() == []

@@ -21,7 +21,7 @@ class Log:
     def __init__(self, steps: int = STEPS, *, seed: int = 1, step_s: float = 1.0, faults: bool = True) -> None:
         self.records: list[Record] = []
         self.at, self.revision, self.steps, self._created = START, 1, steps, dict[str, int]()
-        self._random, self._number = random.Random(seed), 0
+        self._random, self._number, self._commits = random.Random(seed), 0, 0
         strikes = [{"step": steps // 3, "faults": ["engine_killed"]},
                    {"step": 2 * steps // 3, "faults": ["trainer_rank_killed"]}] if faults else []
         self.add(Kind.RUN, form=FORM, scenario="quick", seed=seed, target="one host", baseline=not faults,
@@ -61,7 +61,10 @@ class Log:
             self.put((key, record))
         for role in ("driver", "actor", "trainer", "coordinator"):
             self.put((KEYS.member(role, f"{role}-0"), {"role": role}))
+        self.put((KEYS.dcs_node("node-0"), {"id": "node-0"}))
+        self.put((KEYS.dcs_catalog(), {"id": "c", "commits": 0}))
         self.put((KEYS.pool_spec("rollout"), {"name": "rollout", "desired": 1}))
+        self.engine("syncing", 0)
         self.pool(1)
         self.status("rl", 0)
         self.version(1, 0)
@@ -104,12 +107,20 @@ class Log:
 
     def version(self, number: int, step: int) -> None:
         self._number = number
-        key, record = KEYS.version("policy", number), {"number": number, "epoch": 1, "meta": {"step": step}}
-        self.put((key, record | {"state": "staging", "manifest": ""}))
-        done = record | {"state": "committed", "manifest": f"m{step}"}
-        self.put((key, done), (KEYS.stream_head("policy"), done),
+        record = {"stream": "policy", "number": number, "epoch": 1, "created_at": self.at, "meta": {"step": step}}
+        key = KEYS.version("policy", number)
+        self.put((KEYS.stream_next("policy"), number), (KEYS.staging_owner("policy", number), "p"),
+                 (key, record | {"state": "staging", "manifest": ""}))
+        done = record | {"state": "committed", "manifest": f"m{step}", "committed_at": self.at}
+        self._commits += 1
+        self.put((key, done), (KEYS.stream_head("policy"), done), (KEYS.staging_owner("policy", number), None),
+                 (KEYS.dcs_catalog(), {"id": "c", "commits": self._commits}),
                  (KEYS.replica_sets("policy", number), {"parts": [["node-0"]]}))
-        self.put((KEYS.engine("rollout-1"), {"id": "rollout-1", "state": "ready", "version": number}))
+        self.engine("ready", number)
+
+    def engine(self, state: str, version: int) -> None:
+        self.put((KEYS.engine("rollout-1"), {"id": "rollout-1", "incarnation": "i", "pool": "rollout", "epoch": 1,
+                                             "state": state, "version": version}))
 
     def status(self, phase: str, step: int, waiting_for: str = "") -> None:
         self.put((KEYS.job_status(), {"phase": phase, "step": step, "waiting_for": waiting_for}))

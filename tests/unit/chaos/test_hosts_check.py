@@ -185,7 +185,7 @@ def test_run_that_kept_every_rule_has_no_violation() -> None:
     ("I1", "no order", {"result": [7, 6]}),
     ("I8", "a bridge is left", {"left": ["a bridge"]}),
     ("I1", "the pool changed without its event", {"changes": [Change(
-        9, True, JOB.pool_spec("rollout"), 6, '{"desired": 2}')]}),
+        9, True, JOB.pool_spec("rollout"), 6, '{"desired": 3}')]}),
 ])
 def test_run_that_broke_a_rule_is_found(rule: str, words: str, broken: dict[str, Any]) -> None:
     [(its_rule, what)] = found(**broken)

@@ -158,6 +158,6 @@ def test_check_judges_a_log_again(tmp_path: Path, capsys: pytest.CaptureFixture[
     log.write(Kind.RUN, form=FORM, scenario="quick", schedule=json.loads(SCHEDULE.to_json()),
               settings={"train": {"max_staleness": 0}})
     assert run("check", str(tmp_path)) == Exit.FAILED
-    assert "the log has no report of the job" in capsys.readouterr().out
+    assert "the log has no end" in capsys.readouterr().out
     (tmp_path / runner.EVENTS).write_text("{}\n")
     assert run("check", str(tmp_path)) == Exit.USAGE
