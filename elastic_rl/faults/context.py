@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -20,10 +22,12 @@ from elastic_rl.etcd.heartbeats import merge
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import ENDED_PHASES, Engine, EngineState, JobStatus, Leader, Member, PoolStatus
+from elastic_rl.faults.undo import Undo, UndoRegistry
 from elastic_rl.host import processes
 from elastic_rl.host.compute_services import compute_services, router_service
 from elastic_rl.host.here import heartbeats_here
-from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.paths import ClusterPaths, JobPaths
+from elastic_rl.host.service_files import ServiceFiles
 from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
@@ -48,8 +52,10 @@ class Fault(Protocol):
 class FaultContext:
     """The running job: its configuration, its records in etcd, and the admin API."""
 
-    def __init__(self, cfg: Config, etcd: EtcdClient, keys: Keys, api: AdminClient) -> None:
+    def __init__(self, cfg: Config, etcd: EtcdClient, keys: Keys, api: AdminClient, undo: Path | None = None) -> None:
+        """``undo``: the folder in which faults note how they are undone; None: one of the job."""
         self.cfg, self.etcd, self.keys, self.api = cfg, etcd, keys, api
+        self.undo = UndoRegistry(undo or JobPaths.of(cfg).private / "faults")
 
     def engines(self, pool: str = ROLLOUT_POOL) -> list[Engine]:
         items, _ = self.etcd.range(self.keys.engines_of_pool(pool))
@@ -66,6 +72,10 @@ class FaultContext:
         """Process id of the router of a pool; 0 when none runs."""
         record = compute_services(JobPaths.of(self.cfg)).get(router_service(pool))
         return record.pid if record is not None and record.running else 0
+
+    def service(self, name: str) -> int:
+        """Process id of a service of the cluster on this host; 0 when it does not run."""
+        return next((r.pid for r in ServiceFiles(ClusterPaths.of(self.cfg).services).running() if r.name == name), 0)
 
     def step(self) -> int:
         """RL steps that the job has done; 0 before the RL phase."""
@@ -107,6 +117,23 @@ def command(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return ""
+
+
+@contextlib.contextmanager
+def stopped(context: FaultContext, *processes: psutil.Process) -> Iterator[None]:
+    """Inside, the processes are stopped; at the end they go on, whatever happens. Raises psutil.NoSuchProcess."""
+    with contextlib.ExitStack() as undone:
+        for process in processes:
+            undone.enter_context(context.undo.noted(Undo.CONTINUE, process.pid))
+            stop(process)
+        yield
+
+
+def stop(process: psutil.Process) -> None:
+    """SIGSTOP; returns once the process is seen to be stopped. Note first how it is undone."""
+    process.suspend()
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED, timeout_s=INJECT_TIMEOUT_S,
+               what=f"the stop of pid {process.pid}", poll_s=0.005)
 
 
 def kill(pid: int) -> str:

@@ -15,14 +15,15 @@ from elastic_rl.config.groups import ACTOR, TrainerGroupSpec
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.device_phase import SeenPhase, Side
 from elastic_rl.etcd.records import Engine, EngineState, Member, OperationState, PoolStatus
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, kill
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, kill, stop
+from elastic_rl.faults.undo import Undo
 from elastic_rl.host.compute_services import RAY_HEAD, RAY_WORKER, compute_services
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
 
-class _Killed(ABC):
+class Killed(ABC):
     """kill -9 of a part that the run needs. It has recovered from that once another process is in the place of the one
     that was killed, and the run has since then trained steps that it could not have trained without it."""
 
@@ -48,7 +49,7 @@ class _Killed(ABC):
         return False
 
 
-class EngineKilled(_Killed):
+class EngineKilled(Killed):
     """The death of an engine's server."""
 
     def __init__(self, context: FaultContext, pool: str = ROLLOUT_POOL, state: EngineState = EngineState.READY
@@ -80,7 +81,7 @@ class EngineKilled(_Killed):
         return len(self.context.ready(self.pool) - {self.victim}) >= self.desired
 
 
-class RoleKilled(_Killed):
+class RoleKilled(Killed):
     """The death of the only member of a role: of a role's only replica, or of the driver."""
 
     def __init__(self, context: FaultContext, role: str) -> None:
@@ -103,7 +104,7 @@ class RoleKilled(_Killed):
         return any(m.id != self.victim.id for m in self.context.members(self.role))
 
 
-class PoolRouterKilled(_Killed):
+class PoolRouterKilled(Killed):
     """The death of the router of a pool. ``outages.RouterKilled`` is that of a run in which no groups wait for their
     step."""
 
@@ -125,7 +126,7 @@ class PoolRouterKilled(_Killed):
         return self.context.router_pid(self.pool) not in (0, self.victim)
 
 
-class RayNodeKilled(_Killed):
+class RayNodeKilled(Killed):
     """The death of the process without which a node of Ray ends: the GCS of the head, the raylet of the worker. Without
     the head everything on the worker goes on; replicas go on for a moment without the raylet, and so may a step."""
 
@@ -157,7 +158,7 @@ class RayNodeKilled(_Killed):
         return self._pid() not in (0, self.victim)
 
 
-class QueueActorKilled(_Killed):
+class QueueActorKilled(Killed):
     """The death of an actor of TransferQueue."""
 
     def __init__(self, context: FaultContext, actor: str) -> None:
@@ -183,14 +184,14 @@ class QueueActorKilled(_Killed):
         return bool(now := self._pids()) and not now & self.before
 
 
-class TrainerRankKilled(_Killed):
+class TrainerRankKilled(Killed):
     """The death of the last rank of a trainer group."""
 
     def __init__(self, context: FaultContext, group: TrainerGroupSpec = ACTOR, phase: Side | None = None) -> None:
         """``phase``: for a group that shares devices with engines, the side whose phase it is when the rank is killed;
         None: it does not matter."""
         super().__init__(context)
-        self.group, self.phase = group.name, phase
+        self.group, self.phase, self._noted = group.name, phase, False
         # One that does not train has nothing to go back to: the run need not miss it before it is back.
         kinds = event_kinds.TRAINER_GROUP_EVENTS[group.name]
         self._lost_as, self._back_as = (kinds.failed, kinds.recovered) if group.trains else (
@@ -213,9 +214,10 @@ class TrainerRankKilled(_Killed):
         """Whether the rank does nothing any more since a moment of the phase; else it goes on."""
         if self._seen_phase() is not self.phase:
             return False
-        rank.suspend()
-        wait_until(lambda: rank.status() == psutil.STATUS_STOPPED, timeout_s=INJECT_TIMEOUT_S,
-                   what=f"the stop of pid {rank.pid}")
+        if not self._noted:
+            self.context.undo.note(Undo.CONTINUE, rank.pid)
+            self._noted = True
+        stop(rank)
         if self._seen_phase() is self.phase:
             return True
         rank.resume()  # it had passed meanwhile
@@ -244,10 +246,8 @@ class TrainerRankStopped:
         self.at, self.step = time.time(), self.context.step()
         rank = max(self.context.trainer_ranks(), key=lambda m: m.id)
         self.incarnation = rank.incarnation
-        process = psutil.Process(rank.pid)
-        process.suspend()
-        wait_until(lambda: process.status() == psutil.STATUS_STOPPED, timeout_s=INJECT_TIMEOUT_S,
-                   what=f"the stop of pid {rank.pid}")
+        self.context.undo.note(Undo.CONTINUE, rank.pid)
+        stop(psutil.Process(rank.pid))
         return f"trainer {rank.id}", f"pid {rank.pid} was sent SIGSTOP and seen to stop"
 
     def detected(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 from collections.abc import Callable, Sequence
 
@@ -13,10 +12,10 @@ from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import EngineState
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill, stop, stopped
+from elastic_rl.faults.undo import Undo
 from elastic_rl.host.job_secrets import dcs_security
-from elastic_rl.host.paths import ClusterPaths
-from elastic_rl.host.service_files import ServiceFiles, node_service
+from elastic_rl.host.service_files import node_service
 from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.service.client import TrainerClient
 
@@ -50,8 +49,8 @@ class _Outage:
         return self.context.step() >= self.step + _STEPS_AFTER
 
     def _service(self, name: str) -> int:
-        """Pid of a service of the local cluster."""
-        return next(r.pid for r in ServiceFiles(ClusterPaths.of(self.context.cfg).services).running() if r.name == name)
+        """Pid of a service of the local cluster, once it runs."""
+        return wait_until(lambda: self.context.service(name), timeout_s=INJECT_TIMEOUT_S, what=f"the service {name}")
 
 
 class EtcdStopped(_Outage):
@@ -64,7 +63,7 @@ class EtcdStopped(_Outage):
     def inject(self) -> tuple[str, str]:
         self._begins()
         etcd = psutil.Process(self._service("etcd-0"))
-        with _stopped([etcd]):
+        with stopped(self.context, etcd):
             threading.Event().wait(self.seconds)
         return "etcd-0", f"pid {etcd.pid} was stopped for {self.seconds:g} s"
 
@@ -164,23 +163,9 @@ class TrainerStopped(_Outage):
         ranks = [psutil.Process(m.pid) for m in self.context.trainer_ranks()]
         agent = next(p for p in ranks[0].parents() if "elastic_rl.trainer.group.agent" in " ".join(p.cmdline()))
         for process in (agent, *ranks):
-            process.suspend()
-            wait_until(lambda p=process: p.status() == psutil.STATUS_STOPPED,  # type: ignore[misc]
-                       timeout_s=INJECT_TIMEOUT_S, what=f"the stop of pid {process.pid}")
+            self.context.undo.note(Undo.CONTINUE, process.pid)
+            stop(process)
         return "trainer", f"agent {agent.pid} and {len(ranks)} ranks were stopped"
-
-
-@contextlib.contextmanager
-def _stopped(processes: Sequence[psutil.Process]):  # type: ignore[no-untyped-def]
-    """Inside, the processes are stopped; they go on at the end, whatever happens."""
-    for process in processes:
-        process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGCONT)
 
 
 def every_outage(context: FaultContext, _steps: int) -> list[tuple[int, Sequence[_Outage]]]:
