@@ -20,14 +20,9 @@ _AFTERWARDS_S = 60.0
 """An alert that begins so soon after the recovery from a fault is of that fault."""
 
 
-def undo_file(folder: Path) -> Path:
-    """Where a run notes what has to be undone (``faults.undo``)."""
-    return folder / _UNDO
-
-
 def undo(folder: Path) -> list[str]:
     """Undoes what faults of the run in a folder have left; returns what it did."""
-    return undo_all(undo_file(folder))
+    return undo_all(folder)
 
 
 class AbortSwitch:
@@ -89,7 +84,7 @@ def undo_of_killed_runs(results: Path) -> dict[str, list[str]]:
     by run."""
     found: dict[str, list[str]] = {}
     for file in results.glob(f"*/{_UNDO}"):
-        if not is_running(file.parent) and (done := undo_all(file)):
+        if not is_running(file.parent) and (done := undo_all(file.parent)):
             found[str(file.parent)] = done
     return found
 

@@ -36,7 +36,7 @@ from elastic_rl.etcd import events
 from elastic_rl.etcd.keys import ROOT
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.injector import FaultInjector
-from elastic_rl.faults.undo import UndoLog
+from elastic_rl.faults.undo import UndoRegistry
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.report.build import parse_lines
 
@@ -240,7 +240,7 @@ class _Play:
 
     def _injector(self) -> FaultInjector:
         target = self._target
-        context = target.context(UndoLog(abort.undo_file(self._folder)))
+        context = target.context(UndoRegistry(self._folder))
         guard = self._limits.guard(context) if self._limits.guard else lambda name, fault: fault
         return FaultInjector(
             context, _FaultRecords(self._log, RunLog(LineFile(target.paths.faults)), self._say),

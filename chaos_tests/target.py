@@ -23,7 +23,7 @@ from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import StepMetrics
 from elastic_rl.faults.context import FaultContext
-from elastic_rl.faults.undo import UndoLog
+from elastic_rl.faults.undo import UndoRegistry
 from elastic_rl.host import leftovers, processes
 from elastic_rl.host.job_run import RunReading
 from elastic_rl.host.local_cluster import Cluster
@@ -71,7 +71,7 @@ class Target:
     def name(self) -> str:
         return f"job {self.cfg.job} in {self.cfg.run_dir}" if not self.own else f"a cluster of its own, {self.cfg.job}"
 
-    def context(self, undo: UndoLog | None = None) -> FaultContext:
+    def context(self, undo: UndoRegistry | None = None) -> FaultContext:
         return FaultContext(self.cfg, self.etcd, self.keys, self.api, undo=undo)
 
     def reading(self) -> RunReading:

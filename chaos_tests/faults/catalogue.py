@@ -3,12 +3,14 @@ a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
 from chaos_tests.nemesis.schedule import Schedule
+from elastic_rl.faults import states
 from elastic_rl.faults.context import Fault, FaultContext
+from elastic_rl.faults.etcd import CompactedPastWatcher, EtcdPulsed, ForeignRecords
 from elastic_rl.faults.hosts import (
     EtcdQuorumStopped,
     HostApart,
@@ -31,12 +33,20 @@ from elastic_rl.faults.outages import (
     DcsNodeKilled,
     EtcdStopped,
     RouterKilled,
+    SecondActor,
     ServiceKilled,
+    TrainerStopped,
 )
+from elastic_rl.faults.processes import BusyCores, Struck, Way
+from elastic_rl.faults.stale import RacingRequests, StaleLeader, ZombieDriver
+from elastic_rl.faults.storage import ChunksDamaged, DiskRefusesWrites
 from elastic_rl.host.test_hosts.impaired_link import Impairment
 
 _ETCD_AWAY_S = 15.0
 """Longer than every lease."""
+_BEYOND_LEASE_S = 12.0
+"""For which a process is stopped, or has its GIL held, that is to come back when others take it for dead."""
+_DISK_S, _BUSY_S, _PULSES_S, _RECORDS_S, _SECOND_ACTOR_S, _DRIVER_STOPPED_S = 15.0, 15.0, 15.0, 10.0, 10.0, 40.0
 
 
 class Part(StrEnum):
@@ -51,6 +61,20 @@ class Part(StrEnum):
     DCS = "dcs"
     ETCD = "etcd"
     HOSTS = "hosts"
+    RUN = "run"
+    RAY = "ray"
+    API = "api"
+
+
+class Need(StrEnum):
+    """What a job, or who plays the faults, must have for a fault."""
+
+    OUTSIDE = "outside"
+    """The injector runs outside of the process of the run, which the fault ends."""
+    PTRACE = "ptrace"
+    """Linux on x86-64, and the permission to debug."""
+    DISK = "disk"
+    """The DCS nodes store chunks on disk (``dcs.disk_bytes``)."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +87,18 @@ class Entry:
     weight: float = 1.0
     takes_all: bool = False
     """Whether it leaves no replica of the part, however many there are."""
+    needs: frozenset[Need] = frozenset()
 
 
-FAULTS: Mapping[str, Entry] = {
+def _struck(part: str, way: Way, strikes: Part, what: str, *, weight: float = 0.5, state: states.State | None = None,
+            needs: Set[Need] = frozenset()) -> Entry:
+    seconds = 0.0 if way.ends else _BEYOND_LEASE_S
+    also = {Need.PTRACE} if way in (Way.EXITED, Way.GIL_HELD) else set()
+    return Entry(lambda c: Struck(c, part, way, state=state, seconds=seconds), strikes, what, weight,
+                 needs=frozenset({*needs, *also}))
+
+
+_PARTS_LOST: Mapping[str, Entry] = {
     "engine_killed": Entry(EngineKilled, Part.ENGINES, "kill -9 of the server of a ready engine", 3.0),
     "all_engines_killed": Entry(AllEnginesKilled, Part.ENGINES, "kill -9 of every engine at once", takes_all=True),
     "trainer_rank_killed": Entry(TrainerRankKilled, Part.TRAINER, "kill -9 of the last rank of the trainer", 3.0),
@@ -83,8 +116,102 @@ FAULTS: Mapping[str, Entry] = {
     "etcd_stopped": Entry(lambda c: EtcdStopped(c, _ETCD_AWAY_S), Part.ETCD,
                           f"SIGSTOP of etcd for {_ETCD_AWAY_S:g} s: connections stay, nothing answers", takes_all=True),
 }
-WEIGHTS: Mapping[str, float] = {name: entry.weight for name, entry in FAULTS.items()}
-"""The catalogue of ``nemesis.schedule.drawn``."""
+_ETCD_SLOW, _ANSWERS_LOST = "etcd_slow", "etcd_answers_lost"
+_OTHERS: Mapping[str, Entry] = {
+    "trainer_stopped": Entry(TrainerStopped, Part.TRAINER, "SIGSTOP of all ranks and their agent, for good"),
+    "second_actor": Entry(lambda c: SecondActor(c, _SECOND_ACTOR_S), Part.ROLES,
+                          "another actor takes the job over beside the one that runs, and is gone after a while"),
+    # -- other processes, and other ways
+    "scheduler_killed": _struck("scheduler", Way.KILLED, Part.ENGINES, "kill -9 of a scheduler of SGLang"),
+    "scheduler_exited": _struck("scheduler", Way.EXITED, Part.ENGINES, "a scheduler of SGLang exits with code 0"),
+    "scheduler_gil_held": _struck("scheduler", Way.GIL_HELD, Part.ENGINES, "the GIL of a scheduler is held"),
+    "engine_terminated": _struck("engine", Way.TERMINATED, Part.ENGINES, "SIGTERM of an engine's server"),
+    "engine_paused": _struck("engine", Way.PAUSED, Part.ENGINES, "SIGSTOP of an engine's server, and SIGCONT"),
+    "engine_runner_killed": _struck("engine_runner", Way.KILLED, Part.ENGINES, "kill -9 of what runs an engine"),
+    "engine_runner_paused": _struck("engine_runner", Way.PAUSED, Part.ENGINES,
+                                    "zombie engine: what runs it is stopped, taken for dead, and comes back"),
+    "trainer_rank_exited": _struck("trainer_rank", Way.EXITED, Part.TRAINER, "a rank exits with code 0"),
+    "trainer_rank_terminated": _struck("trainer_rank", Way.TERMINATED, Part.TRAINER, "SIGTERM of a rank"),
+    "trainer_rank_gil_held": _struck("trainer_rank", Way.GIL_HELD, Part.TRAINER, "the GIL of a rank is held"),
+    "trainer_agent_killed": _struck("trainer_agent", Way.KILLED, Part.TRAINER, "kill -9 of the trainer's agent"),
+    "actor_exited": _struck("actor", Way.EXITED, Part.ROLES, "the actor exits with code 0"),
+    "rollout_paused": _struck("rollout", Way.PAUSED, Part.ROLES, "SIGSTOP of the replica of rollout, and SIGCONT"),
+    "driver_exited": _struck("driver", Way.EXITED, Part.DRIVER, "the driver exits with code 0 in the middle of a job"),
+    "driver_terminated": _struck("driver", Way.TERMINATED, Part.DRIVER, "SIGTERM of the driver"),
+    "run_killed": _struck("run", Way.KILLED, Part.RUN, "kill -9 of the process of the run", needs={Need.OUTSIDE}),
+    "router_exited": _struck("router", Way.EXITED, Part.ROUTER, "the router exits with code 0"),
+    "router_paused": _struck("router", Way.PAUSED, Part.ROUTER, "SIGSTOP of the router, and SIGCONT"),
+    "gcs_killed": _struck("gcs", Way.KILLED, Part.RAY, "kill -9 of the GCS of Ray's head"),
+    "raylet_killed": _struck("raylet", Way.KILLED, Part.RAY, "kill -9 of the raylet of Ray's worker"),
+    "coordinator_terminated": _struck("coordinator", Way.TERMINATED, Part.COORDINATORS,
+                                      "SIGTERM of the leading coordinator"),
+    "coordinator_exited": _struck("coordinator", Way.EXITED, Part.COORDINATORS,
+                                  "the leading coordinator exits with code 0"),
+    "coordinator_follower_killed": _struck("coordinator_follower", Way.KILLED, Part.COORDINATORS,
+                                           "kill -9 of a coordinator that does not lead"),
+    "dcs_exited": _struck("dcs", Way.EXITED, Part.DCS, "the DCS node exits with code 0"),
+    "dcs_terminated": _struck("dcs", Way.TERMINATED, Part.DCS, "SIGTERM of the DCS node"),
+    "dcs_paused": _struck("dcs", Way.PAUSED, Part.DCS, "SIGSTOP of the DCS node, and SIGCONT"),
+    "host_agent_killed": _struck("host_agent", Way.KILLED, Part.HOSTS, "kill -9 of the active host agent"),
+    "etcd_terminated": _struck("etcd", Way.TERMINATED, Part.ETCD, "SIGTERM of etcd"),
+    "busy_cores": Entry(lambda c: BusyCores(c, _BUSY_S), Part.HOSTS, "other processes use all cores for a while", 0.5),
+    # -- in a state
+    "engine_killed_generating": _struck("engine", Way.KILLED, Part.ENGINES, "kill -9 of an engine that generates",
+                                        state=states.GENERATING),
+    "engine_killed_applying": _struck("engine", Way.KILLED, Part.ENGINES,
+                                      "kill -9 of an engine that has begun to apply a version", state=states.APPLYING),
+    "engine_killed_draining": _struck("engine", Way.KILLED, Part.ENGINES, "kill -9 of an engine that drains",
+                                      state=states.DRAINING),
+    "trainer_rank_killed_publishing": _struck("trainer_rank", Way.KILLED, Part.TRAINER,
+                                              "kill -9 of a rank before its version is committed",
+                                              state=states.PUBLISHING),
+    "trainer_rank_paused_publishing": _struck("trainer_rank", Way.PAUSED, Part.TRAINER,
+                                              "zombie publisher: a rank is stopped before its version is committed, "
+                                              "and comes back", state=states.PUBLISHING),
+    "dcs_killed_publishing": _struck("dcs", Way.KILLED, Part.DCS, "kill -9 of the DCS node while a version is written",
+                                     state=states.PUBLISHING),
+    "driver_killed_taking_over": _struck("driver", Way.KILLED, Part.DRIVER,
+                                         "kill -9 of the driver, and of the next one while it takes over",
+                                         state=states.DRIVER_TAKING_OVER),
+    "coordinator_killed_taking_over": _struck("coordinator", Way.KILLED, Part.COORDINATORS,
+                                              "kill -9 of the leader, and of the next one before it has announced "
+                                              "itself", state=states.LEADER_TAKING_OVER),
+    # -- storage and etcd
+    "dcs_disk_refuses_writes": Entry(lambda c: DiskRefusesWrites(c, _DISK_S), Part.DCS,
+                                     f"no file of the DCS node may grow for {_DISK_S:g} s", 0.5,
+                                     needs=frozenset({Need.DISK})),
+    "chunk_bits_flipped": Entry(lambda c: ChunksDamaged(c, torn=False), Part.DCS,
+                                "a bit of each chunk on disk flips while the node is down; an engine reads them", 0.5,
+                                needs=frozenset({Need.DISK})),
+    "chunks_torn": Entry(lambda c: ChunksDamaged(c, torn=True), Part.DCS,
+                         "each chunk on disk loses its end while the node is down; an engine reads them", 0.5,
+                         needs=frozenset({Need.DISK})),
+    _ETCD_SLOW: Entry(lambda c: EtcdPulsed(c, _ETCD_SLOW, seconds=_PULSES_S, stopped_s=0.15, running_s=0.1,
+                                           loses_answers=False), Part.ETCD,
+                      "etcd is stopped for moments, as by a disk whose fsync is slow", 0.5),
+    _ANSWERS_LOST: Entry(lambda c: EtcdPulsed(c, _ANSWERS_LOST, seconds=_PULSES_S, stopped_s=0.8, running_s=0.4,
+                                              loses_answers=True), Part.ETCD,
+                         "etcd is stopped for longer than a call waits: writes are made whose answers are lost", 0.5),
+    "etcd_compacted_past_watcher": Entry(CompactedPastWatcher, Part.ETCD,
+                                         "etcd is restarted and compacted past what the leader has watched", 0.5),
+    "foreign_records": Entry(lambda c: ForeignRecords(c, _RECORDS_S), Part.ETCD,
+                             "etcd has records of a later release, and one that is none", 0.5),
+    # -- logical
+    "stale_leader": Entry(StaleLeader, Part.COORDINATORS, "the leader is stopped until another leads, and comes back"),
+    "zombie_driver": Entry(lambda c: ZombieDriver(c, _DRIVER_STOPPED_S), Part.DRIVER,
+                           "the driver is stopped until the next one has taken over, and comes back"),
+    "racing_requests": Entry(RacingRequests, Part.API, "clients of the API change one pool at the same time"),
+}
+FAULTS: Mapping[str, Entry] = {**_PARTS_LOST, **_OTHERS}
+
+
+def weights(has: Set[Need]) -> Mapping[str, float]:
+    """The faults that are possible where these needs are met, as a catalogue of ``nemesis.schedule.drawn``."""
+    return {name: entry.weight for name, entry in FAULTS.items() if entry.needs <= has}
+
+
+WEIGHTS: Mapping[str, float] = {name: entry.weight for name, entry in _PARTS_LOST.items()}
+"""The faults in which a whole part is lost or away: a catalogue of ``nemesis.schedule.drawn``."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@ process is killed while it has stopped etcd."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -97,7 +96,7 @@ def test_etcd_that_a_killed_run_has_stopped_goes_on_by_the_abort_command(target:
     finally:
         os.kill(run.pid, signal.SIGKILL)
         run.wait()
-    assert json.loads((folder / "undo.jsonl").read_text(encoding="utf-8"))["pid"] == etcd.pid
+    assert [entry["pid"] for entry in UndoRegistry(folder).pending()] == [etcd.pid]
     done = abort.abort(folder)
     assert done and str(etcd.pid) in done[0] and etcd.status() != psutil.STATUS_STOPPED
     goes_on(target)

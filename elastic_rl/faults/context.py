@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -22,11 +24,12 @@ from elastic_rl.etcd.heartbeats import merge
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import ENDED_PHASES, Engine, EngineState, JobStatus, Leader, Member, PoolStatus
-from elastic_rl.faults.undo import UndoLog
+from elastic_rl.faults.undo import Undo, UndoRegistry
 from elastic_rl.host import processes
 from elastic_rl.host.compute_services import compute_services, router_service
 from elastic_rl.host.here import heartbeats_here
-from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.paths import ClusterPaths, JobPaths
+from elastic_rl.host.service_files import ServiceFiles
 from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
@@ -55,13 +58,18 @@ class Fault(Protocol):
 class FaultContext:
     """The running job: its configuration, its records in etcd, and the admin API."""
 
-    def __init__(self, cfg: Config, etcd: EtcdClient, keys: Keys, api: AdminClient, *, undo: UndoLog | None = None
+    def __init__(self, cfg: Config, etcd: EtcdClient, keys: Keys, api: AdminClient, *, undo: UndoRegistry | None = None
                  ) -> None:
-        """``undo``: where what has to be undone is noted before it is done; None: nowhere."""
-        self.cfg, self.keys, self.api, self.undo = cfg, keys, api, undo
+        """``undo``: where what has to be undone is noted before it is done; None: in a folder of the job."""
+        self.cfg, self.keys, self.api = cfg, keys, api
+        self._undo = undo
         self.ended = threading.Event()
         """Set once no further fault is to be injected. A fault that waits for its moment then gives up."""
         self._etcd = etcd
+
+    @property
+    def undo(self) -> UndoRegistry:
+        return self._undo or UndoRegistry(JobPaths.of(self.cfg).private / "faults")
 
     @property
     def etcd(self) -> EtcdClient:
@@ -72,12 +80,13 @@ class FaultContext:
 
     def stop(self, process: psutil.Process) -> str:
         """SIGSTOP of a process, which is noted before; returns the witness that it was seen to stop."""
-        if self.undo is not None:
-            self.undo.note_stop(process)
-        process.suspend()
-        wait_until(lambda: process.status() == psutil.STATUS_STOPPED, timeout_s=INJECT_TIMEOUT_S,
-                   what=f"the stop of pid {process.pid}")
+        self.undo.note(Undo.CONTINUE, process.pid)
+        suspend(process)
         return f"pid {process.pid} was sent SIGSTOP and seen to stop"
+
+    def service(self, name: str) -> int:
+        """Process id of a service of the cluster on this host; 0 when it does not run."""
+        return next((r.pid for r in ServiceFiles(ClusterPaths.of(self.cfg).services).running() if r.name == name), 0)
 
     def engines(self, pool: str = ROLLOUT_POOL) -> list[Engine]:
         items, _ = self.etcd.range(self.keys.engines_of_pool(pool))
@@ -127,6 +136,23 @@ class FaultContext:
 
     def status(self) -> JobStatus | None:
         return readable_one(self.etcd.get(self.keys.job_status()), JobStatus)
+
+
+@contextlib.contextmanager
+def stopped(context: FaultContext, *processes: psutil.Process) -> Iterator[None]:
+    """Inside, the processes are stopped; at the end they go on, whatever happens. Raises psutil.NoSuchProcess."""
+    with contextlib.ExitStack() as undone:
+        for process in processes:
+            undone.enter_context(context.undo.noted(Undo.CONTINUE, process.pid))
+            suspend(process)
+        yield
+
+
+def suspend(process: psutil.Process) -> None:
+    """SIGSTOP; returns once the process is seen to be stopped. How that is undone must have been noted."""
+    process.suspend()
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED, timeout_s=INJECT_TIMEOUT_S,
+               what=f"the stop of pid {process.pid}", poll_s=0.005)
 
 
 def command(process: psutil.Process) -> str:

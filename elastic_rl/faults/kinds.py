@@ -22,7 +22,7 @@ from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
 
-class _Killed(ABC):
+class Killed(ABC):
     """kill -9 of a part that the run needs. It has recovered from that once another process is in the place of the one
     that was killed, and the run has since then trained steps that it could not have trained without it."""
 
@@ -48,7 +48,7 @@ class _Killed(ABC):
         return False
 
 
-class EngineKilled(_Killed):
+class EngineKilled(Killed):
     """The death of an engine's server."""
 
     def __init__(self, context: FaultContext, pool: str = ROLLOUT_POOL, state: EngineState = EngineState.READY
@@ -80,7 +80,7 @@ class EngineKilled(_Killed):
         return len(self.context.ready(self.pool) - {self.victim}) >= self.desired
 
 
-class RoleKilled(_Killed):
+class RoleKilled(Killed):
     """The death of the only member of a role: of a role's only replica, or of the driver."""
 
     def __init__(self, context: FaultContext, role: str) -> None:
@@ -103,7 +103,7 @@ class RoleKilled(_Killed):
         return any(m.id != self.victim.id for m in self.context.members(self.role))
 
 
-class PoolRouterKilled(_Killed):
+class PoolRouterKilled(Killed):
     """The death of the router of a pool. ``outages.RouterKilled`` is that of a run in which no groups wait for their
     step."""
 
@@ -125,7 +125,7 @@ class PoolRouterKilled(_Killed):
         return self.context.router_pid(self.pool) not in (0, self.victim)
 
 
-class RayNodeKilled(_Killed):
+class RayNodeKilled(Killed):
     """The death of the process without which a node of Ray ends: the GCS of the head, the raylet of the worker. Without
     the head everything on the worker goes on; replicas go on for a moment without the raylet, and so may a step."""
 
@@ -157,7 +157,7 @@ class RayNodeKilled(_Killed):
         return self._pid() not in (0, self.victim)
 
 
-class QueueActorKilled(_Killed):
+class QueueActorKilled(Killed):
     """The death of an actor of TransferQueue."""
 
     def __init__(self, context: FaultContext, actor: str) -> None:
@@ -183,7 +183,7 @@ class QueueActorKilled(_Killed):
         return bool(now := self._pids()) and not now & self.before
 
 
-class TrainerRankKilled(_Killed):
+class TrainerRankKilled(Killed):
     """The death of the last rank of a trainer group."""
 
     def __init__(self, context: FaultContext, group: TrainerGroupSpec = ACTOR, phase: Side | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import psutil
 
@@ -11,10 +11,9 @@ from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import EngineState
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill, stopped
 from elastic_rl.host.job_secrets import dcs_security
-from elastic_rl.host.paths import ClusterPaths
-from elastic_rl.host.service_files import ServiceFiles, node_service
+from elastic_rl.host.service_files import node_service
 from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.service.client import TrainerClient
 
@@ -48,8 +47,8 @@ class _Outage:
         return self.context.step() >= self.step + _STEPS_AFTER
 
     def _service(self, name: str) -> int:
-        """Pid of a service of the local cluster."""
-        return next(r.pid for r in ServiceFiles(ClusterPaths.of(self.context.cfg).services).running() if r.name == name)
+        """Pid of a service of the local cluster, once it runs."""
+        return wait_until(lambda: self.context.service(name), timeout_s=INJECT_TIMEOUT_S, what=f"the service {name}")
 
 
 class EtcdStopped(_Outage):
@@ -62,7 +61,7 @@ class EtcdStopped(_Outage):
     def inject(self) -> tuple[str, str]:
         self._begins()
         etcd = psutil.Process(self._service("etcd-0"))
-        with _stopped(self.context, etcd):
+        with stopped(self.context, etcd):
             self.context.ended.wait(self.seconds)
         return "etcd-0", f"pid {etcd.pid} was stopped for {self.seconds:g} s"
 
@@ -164,17 +163,6 @@ class TrainerStopped(_Outage):
         for process in (agent, *ranks):
             self.context.stop(process)
         return "trainer", f"agent {agent.pid} and {len(ranks)} ranks were stopped"
-
-
-@contextlib.contextmanager
-def _stopped(context: FaultContext, process: psutil.Process) -> Iterator[None]:
-    """Inside, the process is stopped; it goes on at the end, whatever happens."""
-    context.stop(process)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.resume()
 
 
 def every_outage(context: FaultContext, _steps: int) -> list[tuple[int, Sequence[_Outage]]]:

@@ -1,7 +1,8 @@
-"""What faults leave behind that has to be undone, noted in a file before it is done.
+"""A record of what faults have stopped or limited and not undone yet, so that it can be undone by somebody else: by an
+abort switch, or after the kill -9 of the process that injected them.
 
-A process that was stopped stays so when the injector is killed. Whoever finds the file has it go on: the next command
-does. To undo something twice, or something that was undone already, does nothing.
+A line is written to the file before a process is touched, and another one after it was undone. To undo is idempotent,
+and never touches a process that has the number of one that ended.
 """
 
 from __future__ import annotations
@@ -9,58 +10,126 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
+import resource
+import secrets
+import shutil
+import signal
+from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-Undo = Callable[[Mapping[str, Any]], str]
-"""Undoes what an entry notes, and returns what it did in words, "" where there was nothing to do."""
+from elastic_rl.runtime.files import sync_folder
+
+_FILE = "undo.jsonl"
 
 
-class UndoLog:
-    """Notes what has to be undone, from any thread."""
+class Undo(StrEnum):
+    """What undoes a fault."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self._lock = path, threading.Lock()
-
-    def note(self, what: str, **fields: Any) -> None:
-        """``what``: a name of ``UNDO``, or of what the caller of ``undo_all`` adds. On the disk when this returns."""
-        line = json.dumps({"what": what, **fields}) + "\n"
-        with self._lock, self.path.open("a", encoding="utf-8") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def note_stop(self, process: psutil.Process) -> None:
-        """Notes that a process is about to be stopped."""
-        self.note("continue", pid=process.pid, created=process.create_time())
+    CONTINUE = "continue"
+    """SIGCONT to the process ``pid``."""
+    UNLIMIT = "unlimit"
+    """The process ``pid`` gets back the limit ``limit`` of the size of its files."""
+    END = "end"
+    """The process ``pid``, which is one that the fault has started, is killed with its group."""
+    RESTORE = "restore"
+    """The file ``saved`` is put back in the place of ``path``, if that is still there."""
 
 
-def _continue(entry: Mapping[str, Any]) -> str:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(int(entry["pid"]))
-        if process.create_time() == entry["created"] and process.status() == psutil.STATUS_STOPPED:
-            process.resume()
-            return f"pid {process.pid} ({process.name()}) goes on"
-    return ""
+class UndoRegistry:
+    """What is to be undone, in a folder. Several processes may write to one."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
-UNDO: Mapping[str, Undo] = {"continue": _continue}
+    @contextlib.contextmanager
+    def noted(self, undo: Undo, pid: int = 0, **values: Any) -> Iterator[None]:
+        """Notes what undoes the block's fault before it begins, and undoes it at its end, whatever happens."""
+        entry = self.note(undo, pid, **values)
+        try:
+            yield
+        finally:
+            self.undo(entry)
 
+    def note(self, undo: Undo, pid: int = 0, **values: Any) -> dict[str, Any]:
+        """Notes what undoes a fault that is about to happen to a process; ``values``: the fields that ``undo`` names.
+        Raises psutil.NoSuchProcess."""
+        entry = {"id": secrets.token_hex(8), "undo": undo.value, "pid": pid,
+                 "create_time": psutil.Process(pid).create_time() if pid else 0.0, **values}
+        self._append(entry)
+        return entry
 
-def entries(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The entries of a file; none where there is no file. A last line without its end was not acted upon."""
-    with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8") as lines:
+    def undo(self, entry: dict[str, Any]) -> bool:
+        """Undoes one entry and marks it. Returns whether there was anything left to do."""
+        found = _undo(entry)
+        self._append({"done": entry["id"]})
+        return found
+
+    def pending(self) -> list[dict[str, Any]]:
+        """What is not marked as undone, in the order in which it was noted. A line that cannot be read is that of a
+        writer that was killed before it did anything."""
+        try:
+            lines = (self.folder / _FILE).read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return []
+        entries = dict[str, dict[str, Any]]()
         for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+            try:
+                read = json.loads(line) if line else {}
+            except ValueError:
+                continue
+            if "done" in read:
+                entries.pop(read["done"], None)
+            elif "id" in read:
+                entries[read["id"]] = read
+        return [*entries.values()]
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        """Writes an entry in one call, which other writers cannot tear, and returns once the disk has it. It begins a
+        line of its own, also after one that was torn."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.folder / _FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, b"\n" + json.dumps(entry).encode() + b"\n")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        sync_folder(self.folder)
 
 
-def undo_all(path: Path, more: Mapping[str, Undo] | None = None) -> list[str]:
-    """Undoes what a file notes, the newest first; returns what it did. ``more``: further kinds of entries by name."""
-    known = {**UNDO, **(more or {})}
-    done = [known[entry["what"]](entry) for entry in reversed([*entries(path)]) if entry["what"] in known]
-    return [text for text in done if text]
+def undo_all(folder: Path) -> list[str]:
+    """Undoes whatever faults have left in the folder, newest first; returns what was done, for people."""
+    registry = UndoRegistry(folder)
+    return [f"{entry['undo']} {entry['pid'] or entry.get('path', '')}" for entry in reversed(registry.pending())
+            if registry.undo(entry)]
+
+
+def _undo(entry: dict[str, Any]) -> bool:
+    """Whether there was anything to do. Never raises for what is gone."""
+    undo, pid = Undo(entry["undo"]), int(entry["pid"])
+    if undo is Undo.RESTORE:
+        path, saved = Path(entry["path"]), Path(entry["saved"])
+        if path.exists() and saved.exists():
+            shutil.copyfile(saved, path)
+            return True
+        return False
+    try:
+        process = psutil.Process(pid)
+        if process.create_time() != entry["create_time"]:
+            return False  # another process has its number
+        if undo is Undo.CONTINUE:
+            was_stopped = process.status() == psutil.STATUS_STOPPED
+            process.send_signal(signal.SIGCONT)
+            return was_stopped
+        if undo is Undo.UNLIMIT:
+            limit = tuple(entry["limit"])
+            was_limited = resource.prlimit(pid, resource.RLIMIT_FSIZE) != limit
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+            return was_limited
+        os.killpg(pid, signal.SIGKILL)
+        return True
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return False

@@ -17,7 +17,7 @@ from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
 from elastic_rl.errors import ConfigError
 from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.records import Severity
-from elastic_rl.faults.undo import UndoLog, undo_all
+from elastic_rl.faults.undo import Undo, UndoRegistry
 
 FAULT: dict[str, Any] = {"name": "engine_killed", "witness": "seen", "problem": "", "injected_at": 100.0,
                          "detected_at": 101.0, "healed_at": 110.0}
@@ -81,7 +81,7 @@ def is_stopped(process: psutil.Process) -> bool:
 
 
 def stop(folder: Path, process: psutil.Process) -> None:
-    UndoLog(abort.undo_file(folder)).note_stop(process)
+    UndoRegistry(folder).note(Undo.CONTINUE, process.pid)
     process.suspend()
     wait_until(lambda: is_stopped(process), what="the stop")
 
@@ -99,10 +99,10 @@ def test_what_a_killed_run_has_stopped_goes_on_by_the_next_command(tmp_path: Pat
     killed = subprocess.run([sys.executable, "-c", (
         "import os, pathlib, psutil, sys\n"
         "from chaos_tests import abort\n"
-        "from elastic_rl.faults.undo import UndoLog\n"
+        "from elastic_rl.faults.undo import Undo, UndoRegistry\n"
         "folder, process = pathlib.Path(sys.argv[1]), psutil.Process(int(sys.argv[2]))\n"
         "with abort.running(folder):\n"
-        "    UndoLog(abort.undo_file(folder)).note_stop(process)\n"
+        "    UndoRegistry(folder).note(Undo.CONTINUE, process.pid)\n"
         "    process.suspend()\n"
         "    os.kill(os.getpid(), 9)\n"), str(folder), str(sleeper.pid)], check=False, timeout=300)
     assert killed.returncode == -9
@@ -111,16 +111,3 @@ def test_what_a_killed_run_has_stopped_goes_on_by_the_next_command(tmp_path: Pat
     assert list(done) == [str(folder)] and str(sleeper.pid) in done[str(folder)][0]
     wait_until(lambda: not is_stopped(sleeper), what="the process to go on")
     assert abort.abort(folder) == [], "there is nothing left to undo"
-
-
-def test_another_process_of_that_number_and_a_half_written_note_are_left_alone(tmp_path: Path, sleeper: psutil.Process
-                                                                             ) -> None:
-    file = abort.undo_file(tmp_path)
-    UndoLog(file).note("continue", pid=sleeper.pid, created=1.0)
-    UndoLog(file).note("unheard-of", host="h")
-    with file.open("a") as torn:
-        torn.write('{"what": "continue", "pid"')
-    sleeper.suspend()
-    wait_until(lambda: is_stopped(sleeper), what="the stop")
-    assert undo_all(file) == [] and is_stopped(sleeper)
-    assert undo_all(file, {"unheard-of": lambda entry: f"{entry['host']} is back"}) == ["h is back"]

@@ -1,0 +1,147 @@
+"""Faults of etcd, and of what is written there, beyond its stop and its death (``outages``)."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+
+from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.records import Engine, EngineState
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill, stopped
+from elastic_rl.faults.kinds import Killed
+from elastic_rl.runtime.waiting import wait_until
+
+_MEMBER = "etcd-0"
+_PROBES = "chaos/"
+"""Below the prefix of a job: keys that no part of the product knows."""
+_LEASE_S = 60
+"""Longest time for which a record that a fault has written is there, also when the injector is killed."""
+
+
+def _etcd(context: FaultContext) -> int:
+    return wait_until(lambda: context.service(_MEMBER), timeout_s=INJECT_TIMEOUT_S, what="etcd")
+
+
+class EtcdPulsed(Killed):
+    """etcd is stopped and continued again and again. With short stops it is slow, as on a disk whose fsync takes that
+    long. With stops longer than a call may take, writes are carried out whose answers come too late: who wrote has to
+    find out whether it did (``WriteDeduplicator``), and nothing is done twice."""
+
+    def __init__(self, context: FaultContext, name: str, *, seconds: float, stopped_s: float, running_s: float,
+                 loses_answers: bool) -> None:
+        """``loses_answers``: whether the witness is an answer that did not come."""
+        super().__init__(context)
+        self.name, self.seconds, self.stopped_s, self.running_s = name, seconds, stopped_s, running_s
+        self.loses_answers = loses_answers
+
+    def inject(self) -> tuple[str, str]:
+        pid, key, lost, pulses = _etcd(self.context), f"{self.context.keys.root}{_PROBES}answer", 0, 0
+        self.at, end = time.time(), time.monotonic() + self.seconds
+        etcd = self.context.etcd
+        with (EtcdClient([etcd.endpoint], call_timeout_s=self.stopped_s / 2, retry_budget_s=self.stopped_s / 2)
+              as hasty, ThreadPoolExecutor(1) as thread):
+            lease = wait_until(lambda: etcd.grant(_LEASE_S), timeout_s=INJECT_TIMEOUT_S, what="a lease")
+            while time.monotonic() < end:
+                with stopped(self.context, psutil.Process(pid)):
+                    write = thread.submit(hasty.put, key, str(pulses).encode(), lease=lease)
+                    self.context.ended.wait(self.stopped_s)
+                pulses += 1
+                self.context.ended.wait(self.running_s)
+                try:
+                    write.result(timeout=INJECT_TIMEOUT_S)
+                except EtcdUnavailable:
+                    found = etcd.get(key)
+                    lost += found is not None and found.value == str(pulses - 1).encode()
+            etcd.revoke(lease)
+        said = f"pid {pid} was stopped {pulses} times for {self.stopped_s:g} s, each {self.running_s:g} s apart"
+        return _MEMBER, f"{said}; {lost} writes of a witness were made and not answered" * (
+            lost > 0 or not self.loses_answers)
+
+    def detected(self) -> bool:
+        """Whether or not somebody says so: it is slow, and no part is at fault."""
+        return True
+
+    def is_back(self) -> bool:
+        return True
+
+
+class CompactedPastWatcher(Killed):
+    """etcd is restarted and compacted up to its newest revision while the leading coordinator is stopped: what its
+    watches have missed is not there any more, so that it has to read everything again."""
+
+    name = "etcd_compacted_past_watcher"
+
+    def __init__(self, context: FaultContext) -> None:
+        super().__init__(context)
+        self._revision = 0
+
+    def inject(self) -> tuple[str, str]:
+        leader = wait_until(self.context.leader, timeout_s=INJECT_TIMEOUT_S, what="a leading coordinator")
+        etcd, key = self.context.etcd, f"{self.context.keys.root}{_PROBES}compacted"
+        self.at, before = time.time(), etcd.revision()
+        with stopped(self.context, psutil.Process(leader.pid)):
+            witness = kill(_etcd(self.context))
+
+            def written() -> int:
+                try:
+                    return etcd.put(key, b"{}", lease=etcd.grant(_LEASE_S))
+                except EtcdUnavailable:
+                    return 0
+
+            self._revision = wait_until(written, timeout_s=INJECT_TIMEOUT_S, what="an etcd that is back")
+            etcd.compact(self._revision)
+        return f"{_MEMBER}, watches of {leader.replica}", (
+            f"{witness}; it was compacted up to revision {self._revision} while {leader.replica} was stopped at "
+            f"{before} or before")
+
+    def detected(self) -> bool:
+        return True  # who has to read again does, and says so in its log only
+
+    def is_back(self) -> bool:
+        """A leader works: it has processed what was written since."""
+        found = self.context.etcd.get(self.context.keys.event_cursor())
+        return found is not None and found.mod_revision > self._revision
+
+
+class ForeignRecords(Killed):
+    """Records that this release cannot know, as those of a later one during an upgrade: an engine in an unknown state
+    with an unknown field, an operation of an unknown kind, and bytes that are no record at all. Nobody acts on them,
+    and everything else goes on. They are leased, and gone after a while."""
+
+    name = "foreign_records"
+
+    def __init__(self, context: FaultContext, seconds: float) -> None:
+        super().__init__(context)
+        self.seconds = seconds
+
+    def inject(self) -> tuple[str, str]:
+        etcd, keys, step = self.context.etcd, self.context.keys, self.context.step()
+        self.at = time.time()
+        engine = Engine(id="rollout-foreign", pool="rollout", state=EngineState.DEAD, epoch=1).encode()
+        records = {
+            keys.engine("rollout-foreign"): json.dumps(
+                {**json.loads(engine), "state": "hibernating", "dream": {"depth": 3}}).encode(),
+            keys.operation("foreign"): json.dumps({"id": "foreign", "kind": "transmogrify", "state": "?"}).encode(),
+            keys.member("rollout", "foreign"): b"\xff no record",
+            keys.alert("foreign"): b"[]"}
+        lease = etcd.grant(_LEASE_S)
+        try:
+            for key, value in records.items():
+                etcd.put(key, value, lease=lease)
+            self.context.ended.wait(self.seconds)
+            left = sum(etcd.get(key) is not None for key in records)
+        finally:
+            etcd.revoke(lease)
+        return "etcd", (f"{len(records)} records of no known form were there for {self.seconds:g} s, {left} of them to "
+                        f"the end; the run made {self.context.step() - step} steps meanwhile")
+
+    def detected(self) -> bool:
+        return True  # there is nothing to do about them
+
+    def is_back(self) -> bool:
+        """The leader's passes over the job work."""
+        return self.context.etcd.get(self.context.keys.leader_problem()) is None

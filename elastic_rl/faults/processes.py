@@ -1,0 +1,300 @@
+"""Faults of single processes: any part of a job or its cluster, struck in any way, also only while it is in a state."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import psutil
+
+from elastic_rl.config.groups import ACTOR
+from elastic_rl.etcd import event_kinds, events
+from elastic_rl.etcd.records import EngineState
+from elastic_rl.faults import ptrace
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, kill, stopped, suspend
+from elastic_rl.faults.kinds import Killed
+from elastic_rl.faults.states import State, provoked
+from elastic_rl.faults.undo import Undo
+from elastic_rl.host import file_lock
+from elastic_rl.host.compute_services import RAY_HEAD, RAY_WORKER, compute_services
+from elastic_rl.host.paths import ClusterPaths, JobPaths
+from elastic_rl.host.service_files import ServiceFiles, node_service
+from elastic_rl.runtime.process import runs, start_child
+from elastic_rl.runtime.waiting import wait_until
+
+_END_S = 60.0
+"""Longest time in which a process is seen to end after SIGTERM. One that goes on for longer drains, and may."""
+_FIND_GIL_S = 60.0
+
+
+class Way(StrEnum):
+    """How a process is struck. The value is the last part of a fault's name."""
+
+    KILLED = "killed"
+    """SIGKILL."""
+    TERMINATED = "terminated"
+    """SIGTERM, as a node's drain or a person sends it."""
+    EXITED = "exited"
+    """It exits with code 0 in the middle of its work, as a library may have it do."""
+    PAUSED = "paused"
+    """SIGSTOP, and SIGCONT after a while. By then another process may have its place: it comes back as a zombie."""
+    GIL_HELD = "gil_held"
+    """The thread that has the GIL does not go on for a while: Python code waits, native threads and the kernel answer.
+    """
+
+    @property
+    def ends(self) -> bool:
+        """Whether the process ends by it."""
+        return self in (Way.KILLED, Way.TERMINATED, Way.EXITED)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a job or its cluster."""
+
+    name: str
+    pids: Callable[[FaultContext], Sequence[int]]
+    """Its processes on this host that work now, the one to be struck first."""
+    component: str
+    """What its events are named after."""
+    rejoins: bool = False
+    """Whether the process may stay, in another role, when another one has taken its place."""
+
+
+def _engines(context: FaultContext) -> list[int]:
+    found = [e for e in context.engines() if e.state is EngineState.READY and not e.external and e.pid]
+    return [e.pid for e in sorted(found, key=lambda e: e.started_at)]
+
+
+def _schedulers(context: FaultContext) -> list[int]:
+    """The processes of SGLang that have the weights, one for each rank of tensor parallelism."""
+    found = list[int]()
+    for pid in _engines(context):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [child.pid for child in psutil.Process(pid).children(recursive=True)
+                      if "sglang::scheduler" in command(child) and runs(child)]
+    return found
+
+
+def _members(role: str) -> Callable[[FaultContext], list[int]]:
+    return lambda context: [m.pid for m in context.members(role) if _alive(m.pid)]
+
+
+def _ranks(context: FaultContext) -> list[int]:
+    return [m.pid for m in sorted(context.trainer_ranks(), key=lambda m: m.id, reverse=True) if _alive(m.pid)]
+
+
+def _trainer_agents(context: FaultContext) -> list[int]:
+    found = dict[int, None]()
+    for pid in _ranks(context):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= {parent.pid: None for parent in psutil.Process(pid).parents()
+                      if "elastic_rl.trainer.group.agent" in command(parent)}
+    return [*found]
+
+
+def _leader(context: FaultContext) -> list[int]:
+    leader = context.leader()
+    return [leader.pid] if leader is not None and _alive(leader.pid) else []
+
+
+def _followers(context: FaultContext) -> list[int]:
+    leading, services = _leader(context), ServiceFiles(ClusterPaths.of(context.cfg).services)
+    return [r.pid for r in services.running() if r.name.startswith("coordinator-") and r.pid not in leading]
+
+
+def _service(name: Callable[[FaultContext], str]) -> Callable[[FaultContext], list[int]]:
+    return lambda context: [pid] if (pid := context.service(name(context))) else []
+
+
+def _router(context: FaultContext) -> list[int]:
+    pid = context.router_pid()
+    return [pid] if pid else []
+
+
+def _host_agent(context: FaultContext) -> list[int]:
+    """The active one of the two."""
+    return file_lock.holders(ClusterPaths.of(context.cfg).active_agent_lock)
+
+
+def _run(context: FaultContext) -> list[int]:
+    """The process of the run. Struck from inside of it, as with ``train --faults``, nobody would see what follows."""
+    return [r.pid for r in ServiceFiles(ClusterPaths.of(context.cfg).singletons).running() if r.pid != os.getpid()]
+
+
+def _of_ray(service: str, program: str) -> Callable[[FaultContext], list[int]]:
+    def pids(context: FaultContext) -> list[int]:
+        record = compute_services(JobPaths.of(context.cfg)).get(service)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [child.pid for child in psutil.Process(record.pid).children()
+                    if child.name() == program and runs(child)] if record is not None and record.pid else []
+        return []
+    return pids
+
+
+PARTS: Mapping[str, Part] = {part.name: part for part in (
+    Part("engine", _engines, "engine"),
+    Part("scheduler", _schedulers, "engine"),
+    Part("engine_runner", _members("engine"), "engine"),
+    Part("trainer_rank", _ranks, ACTOR.name),
+    Part("trainer_agent", _trainer_agents, ACTOR.name),
+    Part("actor", _members("actor"), "actor"),
+    Part("rollout", _members("rollout"), "rollout"),
+    Part("advantages", _members("advantages"), "advantages"),
+    Part("driver", _members("driver"), "driver"),
+    Part("run", _run, "run"),
+    Part("coordinator", _leader, "leader", rejoins=True),
+    Part("coordinator_follower", _followers, "coordinator", rejoins=True),
+    Part("dcs", _service(lambda context: node_service(context.cfg.job)), "dcs"),
+    Part("router", _router, "router"),
+    Part("gcs", _of_ray(RAY_HEAD, "gcs_server"), "compute"),
+    Part("raylet", _of_ray(RAY_WORKER, "raylet"), "compute"),
+    Part("host_agent", _host_agent, "host", rejoins=True),
+    Part("etcd", _service(lambda _context: "etcd-0"), "etcd"),
+)}
+"""The parts whose processes can be struck, by name."""
+
+
+class Struck(Killed):
+    """One process of a part is struck. What a user sees is what docs/operating/failures.md says of the part; after a
+    pause, the process that was stopped goes on, or has ended where another one has its place.
+
+    With a ``state``, a process is struck only in it: it is stopped while it seems to be in that state, and let go again
+    where it is not any more once it does nothing. What was seen of it then is ``observed``."""
+
+    def __init__(self, context: FaultContext, part: str, way: Way, *, state: State | None = None, seconds: float = 0.0
+                 ) -> None:
+        """``seconds``: for how long it is stopped, or its GIL held. Raises ValueError for what cannot be combined."""
+        super().__init__(context)
+        if way.ends != (seconds == 0.0) or (state is not None and way not in (Way.KILLED, Way.PAUSED)):
+            raise ValueError(f"{part} cannot be {way} for {seconds:g} s in the state {state.name if state else 'any'}")
+        self.part, self.way, self.struck_in, self.seconds = PARTS[part], way, state, seconds
+        self.name = "_".join(filter(None, (part, way.value, state.name if state else "")))
+        self.observed = ""
+        self._victim: psutil.Process | None = None
+        self._before = 0
+
+    def inject(self) -> tuple[str, str]:
+        """Raises ConfigError where the way is not possible on this machine, with nothing done."""
+        if self.struck_in is not None:
+            return self._inject_in_state(self.struck_in)
+        [pid, *others] = wait_until(lambda: self.part.pids(self.context), timeout_s=INJECT_TIMEOUT_S,
+                                    what=f"a process of {self.part.name}")
+        return self._target(pid, len(others) + 1), self._strike(psutil.Process(pid))
+
+    def _target(self, pid: int, number: int) -> str:
+        self._victim, self._before, self.at = psutil.Process(pid), number, time.time()
+        return f"{self.part.name} (pid {pid})"
+
+    def _strike(self, victim: psutil.Process) -> str:
+        pid = victim.pid
+        if self.way is Way.KILLED:
+            return kill(pid)
+        if self.way is Way.PAUSED:
+            with stopped(self.context, victim):
+                self.context.ended.wait(self.seconds)
+            return f"pid {pid} was stopped for {self.seconds:g} s"
+        if self.way is Way.GIL_HELD:
+            return ptrace.hold_gil(pid, self.seconds, find_s=_FIND_GIL_S)
+        if self.way is Way.EXITED:
+            ptrace.exit_process(pid)
+            wait_until(lambda: not runs(victim), timeout_s=INJECT_TIMEOUT_S, what=f"the end of pid {pid}", poll_s=0.01)
+            return f"pid {pid} exited with code 0 in the middle of its work"
+        os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: not runs(victim), timeout_s=_END_S, what=f"the end of pid {pid}", poll_s=0.02)
+        return f"pid {pid} was sent SIGTERM and seen to end"
+
+    def _inject_in_state(self, state: State) -> tuple[str, str]:
+        noted = dict[int, dict[str, Any]]()
+        working = len(self.part.pids(self.context))
+        try:
+            pid, provoked_by = provoked(state, self.context, lambda: self._stopped_in(state, noted))
+            target = self._target(pid, working)
+            if self.way is Way.KILLED:
+                witness = kill(pid)
+            else:
+                self.context.ended.wait(self.seconds)
+                witness = f"pid {pid} was stopped for {self.seconds:g} s"
+        finally:
+            for entry in noted.values():
+                self.context.undo.undo(entry)
+        return target, "; ".join(filter(None, (provoked_by, witness, f"it was {self.observed} when it was stopped")))
+
+    def _stopped_in(self, state: State, noted: dict[int, dict[str, Any]]) -> int:
+        """Pid of a process that does nothing any more since a moment in which it was in the state; 0: not yet."""
+        found = (state.pids or self.part.pids)(self.context)
+        pid = next((pid for pid in found if _alive(pid) and state.seen(self.context, pid)), 0)
+        if not pid:
+            return 0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            held = [psutil.Process(one) for one in state.holds(pid)]
+            for process in held:
+                if process.pid not in noted:
+                    noted[process.pid] = self.context.undo.note(Undo.CONTINUE, process.pid)
+                suspend(process)
+            self.observed = state.seen(self.context, pid)
+            if self.observed:
+                return pid
+            for process in held:  # it had passed meanwhile
+                process.resume()
+        return 0
+
+    def detected(self) -> bool:
+        """There is an event of the part's fault, another process in its place, or nothing that anybody could notice:
+        the run goes on as before."""
+        signs = (e for e in events.recent(self.context.etcd, self.context.keys, limit=200) if e.at >= self.at)
+        return any(e.kind.partition(".")[0] == self.part.component and (kind := event_kinds.find(e.kind)) is not None
+                   and bool(kind.begins or kind.counted or kind.alert) for e in signs) or self.healed()
+
+    def is_back(self) -> bool:
+        """As many processes as before work. One that was stopped is among them, or has ended."""
+        assert self._victim is not None
+        pids, victim = self.part.pids(self.context), self._victim.pid if runs(self._victim) else 0
+        if self.way.ends:
+            return victim == 0 and len(pids) >= min(self._before, 1) and self._victim.pid not in pids
+        return len(pids) >= self._before and (not victim or victim in pids or self.part.rejoins)
+
+
+class BusyCores(Killed):
+    """Other processes take the cores of this machine for a while, at normal priority. Everything is slow, and nothing
+    of that is a fault (I14): no part is restarted for it, and the run goes on."""
+
+    name = "busy_cores"
+
+    def __init__(self, context: FaultContext, seconds: float, processes: int = 0) -> None:
+        """``processes``: how many there are; 0: two for each core."""
+        super().__init__(context)
+        self.seconds, self.number = seconds, processes or 2 * (os.cpu_count() or 1)
+
+    def inject(self) -> tuple[str, str]:
+        self.at = time.time()
+        with contextlib.ExitStack() as started:
+            spinning = []
+            for _ in range(self.number):  # the kernel ends them with this process
+                spinning.append(start_child([sys.executable, "-c", "while True: pass"]))
+                started.enter_context(self.context.undo.noted(Undo.END, spinning[-1].pid))
+            self.context.ended.wait(self.seconds)
+            used_s = sum(sum(psutil.Process(p.pid).cpu_times()[:2]) for p in spinning)
+        for process in spinning:
+            process.wait()
+        return "this machine", f"{self.number} processes used {used_s:.1f} s of the cores in {self.seconds:g} s"
+
+    def detected(self) -> bool:
+        return True  # there is nothing to detect
+
+    def is_back(self) -> bool:
+        return True
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return pid > 0 and runs(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False

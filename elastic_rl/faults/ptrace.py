@@ -1,0 +1,122 @@
+"""What only the kernel's ptrace can do to a process from outside, without its help: have it exit, or hold its GIL.
+
+The kernel ends what is done here when this process ends: a thread that was held goes on. It needs Linux on x86-64, and
+the permission that a debugger needs (root, or ``kernel.yama.ptrace_scope=0``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from elastic_rl.errors import ConfigError, DeadlineExceeded
+
+_POKETEXT, _GETREGS, _SETREGS, _ATTACH, _DETACH = 4, 12, 13, 16, 17
+_WALL = 0x40000000
+_EXIT_GROUP = 231
+_SYSCALL = 0x050F
+"""The instruction ``syscall``, as the processor reads it."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.restype = ctypes.c_long
+_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+
+
+class _Registers(ctypes.Structure):
+    """``user_regs_struct``."""
+
+    _fields_ = [(name, ctypes.c_ulonglong) for name in (
+        "r15", "r14", "r13", "r12", "rbp", "rbx", "r11", "r10", "r9", "r8", "rax", "rcx", "rdx", "rsi", "rdi",
+        "orig_rax", "rip", "cs", "eflags", "rsp", "ss", "fs_base", "gs_base", "ds", "es", "fs", "gs")]
+
+
+def supported() -> bool:
+    """Whether this machine can do it, permission aside."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+def exit_process(pid: int, code: int = 0) -> None:
+    """Has a process call ``exit_group`` in the middle of whatever it does: it ends at once with this code, as by
+    ``os._exit`` in a library. Raises ConfigError where that is not possible, and ProcessLookupError."""
+    _require_supported()
+    _attach(pid)
+    registers = _Registers()
+    try:
+        _ptrace(_GETREGS, pid, data=ctypes.byref(registers))
+        _ptrace(_POKETEXT, pid, address=registers.rip, data=_SYSCALL)  # in its private copy of the page
+        registers.rax, registers.rdi = _EXIT_GROUP, code
+        registers.orig_rax = 2 ** 64 - 1  # no system call that was interrupted is begun again
+        _ptrace(_SETREGS, pid, data=ctypes.byref(registers))
+    finally:
+        _ptrace(_DETACH, pid)
+
+
+def hold_gil(pid: int, seconds: float, *, find_s: float, wait: Callable[[float], object] = time.sleep) -> str:
+    """Stops the thread of a Python process that has the GIL for a while: all other threads run until they need it.
+    Returns what was seen. ``find_s``: longest time to find the process with its GIL taken. Raises as ``exit_process``,
+    and DeadlineExceeded where nobody took it, as in a process that does nothing."""
+    _require_supported()
+    end = time.monotonic() + find_s
+    while time.monotonic() < end:
+        held = list[int]()
+        try:
+            for thread in sorted(int(name) for name in os.listdir(f"/proc/{pid}/task")):
+                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                    _attach(thread)
+                    held.append(thread)
+            owner = _owner_of_gil(pid)
+            for thread in [t for t in held if t != owner]:
+                _release(thread)
+                held.remove(thread)
+            if held and _owner_of_gil(pid) == owner:
+                wait(seconds)
+                return f"thread {owner} of pid {pid} had its GIL, and was stopped for {seconds:g} s"
+        finally:
+            for thread in held:
+                _release(thread)
+        wait(0.02)
+    raise DeadlineExceeded(f"no thread of pid {pid} was seen to have its GIL within {find_s:g} s")
+
+
+def _owner_of_gil(pid: int) -> int:
+    """Thread id, as py-spy reads it; 0 where no thread has the GIL."""
+    program = Path(sys.executable).with_name("py-spy")
+    done = subprocess.run([str(program), "dump", "--nonblocking", "--json", "--pid", str(pid)], capture_output=True,
+                          check=False, timeout=30, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise ConfigError(f"py-spy cannot read pid {pid}: {done.stderr.decode(errors='replace').strip()[:200]}")
+    return next((int(thread["os_thread_id"]) for thread in json.loads(done.stdout) if thread["owns_gil"]), 0)
+
+
+def _attach(thread: int) -> None:
+    """Returns once the thread is stopped."""
+    _ptrace(_ATTACH, thread)
+    os.waitpid(thread, _WALL)
+
+
+def _release(thread: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        _ptrace(_DETACH, thread)
+
+
+def _ptrace(request: int, thread: int, *, address: int = 0, data: object = 0) -> None:
+    """Has to be called by the thread that has attached."""
+    if _libc.ptrace(request, thread, address, data) == -1:
+        number = ctypes.get_errno()
+        if number == errno.ESRCH:
+            raise ProcessLookupError(number, os.strerror(number))
+        raise ConfigError(f"ptrace of pid {thread}: {os.strerror(number)}",
+                          hint="run as root, or allow ptrace: sysctl kernel.yama.ptrace_scope=0")
+
+
+def _require_supported() -> None:
+    if not supported():
+        raise ConfigError(f"this fault needs ptrace of Linux on x86_64, and this is {platform.machine()}")

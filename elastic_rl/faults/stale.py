@@ -1,0 +1,149 @@
+"""Logical faults: somebody who has been replaced goes on as if nothing had happened, or two do the same at once."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+
+from elastic_rl.config import ROLLOUT_POOL
+from elastic_rl.coordinator.client.admin_client import RequestRefused
+from elastic_rl.coordinator.election.protocol import leading
+from elastic_rl.errors import ElasticRLError, Fenced
+from elastic_rl.etcd import event_kinds, fencing
+from elastic_rl.etcd.fencing import FencedWriter
+from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.etcd.transaction import Compare, Op
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, stopped
+from elastic_rl.faults.kinds import Killed
+from elastic_rl.runtime.process import runs
+from elastic_rl.runtime.waiting import wait_until
+
+
+class FencingBroken(ElasticRLError):
+    """A write was accepted of somebody who has been replaced (I1)."""
+
+
+class StaleLeader(Killed):
+    """The leading coordinator is stopped until another one leads, and goes on then, with its term in mind. Its late
+    writes are refused: one under its fencing token is tried, and refused too."""
+
+    name = "stale_leader"
+
+    def __init__(self, context: FaultContext) -> None:
+        super().__init__(context)
+        self._stale = self._pid = 0
+
+    def inject(self) -> tuple[str, str]:
+        etcd, keys = self.context.etcd, self.context.keys
+        leader = wait_until(self.context.leader, timeout_s=INJECT_TIMEOUT_S, what="a leading coordinator")
+        prefix = ClusterKeys(self.context.cfg.cluster_name).leader_prefix()
+        candidate = wait_until(lambda: leading(etcd.range(prefix)[0]), timeout_s=INJECT_TIMEOUT_S, what="a candidate")
+        self.at, self._pid = time.time(), leader.pid
+        with stopped(self.context, psutil.Process(leader.pid)):
+            wait_until(lambda: (now := self.context.leader()) is not None and now.pid != leader.pid,
+                       timeout_s=INJECT_TIMEOUT_S, what="another leader", poll_s=0.05)
+        token = [Compare.create(candidate.key, "==", candidate.create_revision)]
+        writer = FencedWriter(etcd, keys, lambda: token, f"term {candidate.create_revision} of {leader.replica}")
+        try:
+            writer.write(Op.put(f"{keys.root}chaos/stale", b"{}"))
+        except Fenced as e:
+            refused = f"a write under its token was refused: {e.message}"
+        else:
+            raise FencingBroken(f"a write of the term {candidate.create_revision}, which is over, was accepted")
+        return f"coordinator {leader.replica}", (
+            f"pid {leader.pid} was stopped until another led, for {time.time() - self.at:.1f} s; {refused}")
+
+    def detected(self) -> bool:
+        return self.context.has_event(event_kinds.LEADER_ELECTED, self.at)
+
+    def is_back(self) -> bool:
+        leader = self.context.leader()
+        return leader is not None and leader.pid != self._pid
+
+
+class ZombieDriver(Killed):
+    """The driver is stopped until the next one has taken the job over, where that happens, and goes on then: it is
+    fenced off and ends, and a write under its generation is refused."""
+
+    name = "zombie_driver"
+
+    def __init__(self, context: FaultContext, seconds: float) -> None:
+        """``seconds``: for which it is stopped at most, where nobody takes over."""
+        super().__init__(context)
+        self.seconds = seconds
+
+    def inject(self) -> tuple[str, str]:
+        etcd, keys = self.context.etcd, self.context.keys
+        driver = wait_until(lambda: next(iter(self.context.members("driver")), None), timeout_s=INJECT_TIMEOUT_S,
+                            what="the driver")
+        generation, epoch = fencing.current_driver(etcd, keys), fencing.current_epoch(etcd, keys)
+        self._victim, self.at = psutil.Process(driver.pid), time.time()
+        with stopped(self.context, self._victim):
+            end = time.monotonic() + self.seconds
+            while time.monotonic() < end and fencing.current_driver(etcd, keys) == generation:
+                self.context.ended.wait(0.1)
+        taken_over = fencing.current_driver(etcd, keys) > generation
+        try:
+            FencedWriter.of_driver(etcd, keys, epoch, generation).require()
+            refused = "nobody took over"
+        except Fenced as e:
+            refused = f"a write under its generation was refused: {e.message}"
+            taken_over = False
+        if taken_over:
+            raise FencingBroken(f"a write of the driver's generation {generation}, which is over, was accepted")
+        return f"driver (generation {generation})", (
+            f"pid {driver.pid} was stopped for {time.time() - self.at:.1f} s; {refused}")
+
+    def detected(self) -> bool:
+        return self.context.has_event(event_kinds.DRIVER_RESTARTED, self.at) or self.healed()
+
+    def is_back(self) -> bool:
+        """One driver works, and no other one runs."""
+        pids = [m.pid for m in self.context.members("driver")]
+        return len(pids) == 1 and (not runs(self._victim) or self._victim.pid in pids)
+
+
+class RacingRequests(Killed):
+    """Several clients of the admin API change the size of one pool at the same time, again and again. Each request is
+    carried out as a whole, or refused; the pool gets the size of the last one."""
+
+    name = "racing_requests"
+
+    def __init__(self, context: FaultContext, clients: int = 4, rounds: int = 5) -> None:
+        super().__init__(context)
+        self.clients, self.rounds = clients, rounds
+        self.desired = context.cfg.rollout.engines
+
+    def inject(self) -> tuple[str, str]:
+        self.at, path = time.time(), f"pools/{ROLLOUT_POOL}"
+
+        def change(number: int) -> str:
+            try:
+                self.context.api.patch(path, {"desired": self.desired + number % 2})
+            except RequestRefused as e:
+                return f"refused ({e.status})"
+            except ElasticRLError as e:
+                return type(e).__name__
+            return "accepted"
+
+        with ThreadPoolExecutor(self.clients) as threads:
+            answers = [*threads.map(change, range(self.clients * self.rounds))]
+        last = wait_until(self._last_size, timeout_s=INJECT_TIMEOUT_S, what="the last change to be accepted")
+        counts = ", ".join(f"{answers.count(answer)} {answer}" for answer in sorted({*answers}))
+        return f"pool {ROLLOUT_POOL}", f"{len(answers)} requests of {self.clients} clients: {counts}; then {last}"
+
+    def _last_size(self) -> str:
+        try:
+            self.context.api.patch(f"pools/{ROLLOUT_POOL}", {"desired": self.desired})
+        except RequestRefused:
+            return ""
+        return f"desired={self.desired} was accepted"
+
+    def detected(self) -> bool:
+        return True  # it is no fault
+
+    def is_back(self) -> bool:
+        pool = self.context.pool()
+        return pool is not None and (pool.ready, pool.starting, pool.draining) == (self.desired, 0, 0)

@@ -1,0 +1,120 @@
+"""Faults of storage: a disk that takes no more, and one that gives back other bytes than it was given."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from pathlib import Path
+
+import psutil
+
+from elastic_rl.config import ROLLOUT_POOL
+from elastic_rl.dcs.catalog import reads
+from elastic_rl.etcd import event_kinds
+from elastic_rl.etcd.decoding import readable
+from elastic_rl.etcd.records import DcsNode, EngineState
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
+from elastic_rl.faults.kinds import Killed
+from elastic_rl.faults.undo import Undo
+from elastic_rl.host.service_files import node_service
+from elastic_rl.runtime.waiting import wait_until
+
+
+def _node(context: FaultContext) -> int:
+    return wait_until(lambda: context.service(node_service(context.cfg.job)), timeout_s=INJECT_TIMEOUT_S,
+                      what="the DCS node")
+
+
+def _records(context: FaultContext) -> list[DcsNode]:
+    return [record for record, _ in readable(context.etcd.range(context.keys.dcs_nodes_prefix())[0], DcsNode)]
+
+
+class DiskRefusesWrites(Killed):
+    """No file of the DCS node may grow for a while (``RLIMIT_FSIZE``), so that each write to its disk fails, with EFBIG
+    in the place of ENOSPC: this needs no file system of its own. Versions are published and pulled from memory as
+    before; the node says how many chunks are not on its disk, and saves them later."""
+
+    name = "dcs_disk_refuses_writes"
+
+    def __init__(self, context: FaultContext, seconds: float) -> None:
+        super().__init__(context)
+        self.seconds, self._unsaved = seconds, 0
+
+    def inject(self) -> tuple[str, str]:
+        """Raises PermissionError where this process may not limit others."""
+        pid, self.at = _node(self.context), time.time()
+        limit, most = resource.prlimit(pid, resource.RLIMIT_FSIZE), 0
+        with self.context.undo.noted(Undo.UNLIMIT, pid, limit=[*limit]):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, limit[1]))
+            end = time.monotonic() + self.seconds
+            while time.monotonic() < end:
+                most = max([most, *(record.unsaved for record in _records(self.context))])
+                self.context.ended.wait(0.2)
+        self._unsaved = most
+        return "DCS node", f"no file of pid {pid} could grow for {self.seconds:g} s: {most} chunks were not on its disk"
+
+    def detected(self) -> bool:
+        """The node says that there are chunks that it has not saved."""
+        return self._unsaved > 0 or self.healed()
+
+    def is_back(self) -> bool:
+        """It has saved what it had not, but for what was published since."""
+        return any(record.unsaved <= self._unsaved // 2 for record in _records(self.context))
+
+
+class ChunksDamaged(Killed):
+    """The disk of the DCS node has damaged files of the newest policy version, by one bit or by a torn end, and the
+    node and an engine are killed, so that this version is read from disk. The new engine never gets those bytes: the
+    node finds that they are not those of their digest, and another copy is used, or the version is published again."""
+
+    def __init__(self, context: FaultContext, *, torn: bool) -> None:
+        """``torn``: the second half of each file is lost; else a bit in its middle is flipped."""
+        super().__init__(context)
+        self.torn, self.name = torn, "chunks_torn" if torn else "chunk_bits_flipped"
+        self._victim, self._damaged = "", 0
+
+    def inject(self) -> tuple[str, str]:
+        engine = wait_until(lambda: next((e for e in self.context.engines() if e.state is EngineState.READY
+                                          and not e.external and e.pid), None),
+                            timeout_s=INJECT_TIMEOUT_S, what="an engine that is ready")
+        pid = _node(self.context)
+        folder = self._folder(pid)
+        self.at, self._victim = time.time(), engine.id
+        # The driver does not replace the engine before the files are damaged: both are stopped meanwhile.
+        kill(pid)
+        head = reads.head(self.context.etcd, self.context.keys, "policy")
+        files = [path for path in folder.glob("[0-9a-f][0-9a-f]/*") if "." not in path.name]
+        for path in files:
+            _damage(path, torn=self.torn)
+        self._damaged = len(files)
+        witness = kill(engine.pid)
+        how = "lost its second half" if self.torn else "had a bit flipped"
+        return f"disk of the DCS node, engine {engine.id}", (
+            f"each of {len(files)} chunks on disk {how} while pid {pid} was dead, head {head.number if head else 0}; "
+            f"{witness}")
+
+    @staticmethod
+    def _folder(pid: int) -> Path:
+        """Where a node has its chunks: the file that it holds locked is in there."""
+        return next(Path(file.path).parent for file in psutil.Process(pid).open_files()
+                    if Path(file.path).name == "lock")
+
+    def detected(self) -> bool:
+        return (any(record.lost_chunks for record in _records(self.context))
+                or self.context.has_event(event_kinds.VERSION_REPUBLISHED, self.at) or self.healed())
+
+    def is_back(self) -> bool:
+        return len(self.context.ready(ROLLOUT_POOL) - {self._victim}) >= self.context.cfg.rollout.engines
+
+
+def _damage(path: Path, *, torn: bool) -> None:
+    nbytes = path.stat().st_size
+    if torn:
+        os.truncate(path, nbytes // 2)
+        return
+    with path.open("r+b") as file:
+        file.seek(nbytes // 2)
+        byte = file.read(1)
+        file.seek(nbytes // 2)
+        file.write(bytes([byte[0] ^ 0x10]))

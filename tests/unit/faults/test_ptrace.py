@@ -1,0 +1,78 @@
+"""A process is made to exit, and its GIL is held, from outside: real processes, since only the kernel can do it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic_rl.errors import DeadlineExceeded
+from elastic_rl.faults import ptrace
+
+pytestmark = pytest.mark.skipif(
+    not ptrace.supported() or os.geteuid() != 0, reason="needs Linux on x86-64, and the permission to debug")
+
+SLEEPS = "print(flush=True)\nimport time; time.sleep(1000)"
+COMPUTES = "print(flush=True)\nwhile True: pass"
+COUNTS = """
+import threading, sys
+def work():
+    while True:
+        sum(range(10000))
+threading.Thread(target=work, daemon=True).start()
+for line in sys.stdin:
+    print(line, end='', flush=True)
+"""
+
+
+@contextmanager
+def running(code: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("code", [SLEEPS, COMPUTES])
+def test_process_exits_with_the_code_in_a_system_call_and_out_of_it(code: str) -> None:
+    with running(code) as process:
+        assert process.stdout is not None and process.stdout.readline() == "\n"
+        ptrace.exit_process(process.pid, 7)
+        assert process.wait(timeout=60) == 7
+
+
+def test_python_code_waits_while_its_gil_is_held_and_goes_on_after_it() -> None:
+    with running(COUNTS) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("before\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "before\n"
+        unread: list[bool] = []
+
+        def held(seconds: float) -> None:
+            if seconds < 1.0:
+                return  # the pause before the next attempt
+            stops = [Path(f"/proc/{process.pid}/task/{t}/stat").read_text().rpartition(")")[2].split()[0]
+                     for t in os.listdir(f"/proc/{process.pid}/task")]
+            unread.append(stops.count("t") == 1)
+
+        witness = ptrace.hold_gil(process.pid, 5.0, find_s=120.0, wait=held)
+        assert unread == [True] and "had its GIL" in witness, "all threads but one go on until they need it"
+        process.stdin.write("after\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "after\n"
+
+
+def test_process_that_does_nothing_has_no_gil_to_hold() -> None:
+    with running(SLEEPS) as process:
+        assert process.stdout is not None and process.stdout.readline() == "\n"
+        with pytest.raises(DeadlineExceeded, match="no thread"):
+            ptrace.hold_gil(process.pid, 5.0, find_s=0.5)
+        assert process.poll() is None
