@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from chaos_tests.faults.catalogue import WEIGHTS
+from chaos_tests.faults.catalogue import WEIGHTS, Need, weights
 from chaos_tests.nemesis.schedule import Schedule, drawn, drawn_by_time
 
 
@@ -98,6 +98,7 @@ _SMALL: Mapping[str, Any] = {
     "train.updates_per_step": 1, "train.eval_every_steps": 1000, "sft.max_steps": 0, "data.options.operand_below": 30,
     "trainer.tensor_parallel": 1, "trainer.data_parallel": 1, "coordinator.replicas": 2}
 """A job that a machine of two cores trains while its parts are killed: half a second a step."""
+_EVERY = weights(frozenset({Need.OUTSIDE, Need.PTRACE, Need.DISK}))
 _ANY_SCHEDULE = ("engine_killed", "trainer_rank_killed", "trainer_rank_stopped", "rollout_killed", "advantages_killed",
                  "driver_killed", "coordinator_killed", "dcs_killed")
 """Faults of parts that a run waits for also where its groups are generated beside its steps."""
@@ -107,6 +108,9 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
              faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(3, 6, 20)),
     Scenario("drawn", "a small job in which faults of any kind follow one another, some of them two at once", _SMALL,
              steps=140, count=10, faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(2, 8, 30)),
+    Scenario("every", "a small job and every fault that there is on one host, also those of single processes, of storage "
+             "and of who has been replaced", _SMALL, steps=700, count=len(_EVERY), faults=_EVERY, steps_per_minute=60.0,
+             pace=Pace(3, 8, 30)),
     # The length of a step's responses, and so the time of a step, depends on what the job has learned.
     Scenario("soak", "the quick start's job for 30 minutes with a fault every 28 seconds", {}, minutes=30.0, count=64,
              faults=WEIGHTS, steps_per_minute=60.0, pace=Pace(5, 6, 60), pace_s=Pace(30, 12, 120), overlap=3,

@@ -23,6 +23,7 @@ from chaos_tests.event_log import Kind, read
 from chaos_tests.nemesis.schedule import Schedule, Strike
 from chaos_tests.scenarios import SCENARIOS
 from chaos_tests.target import Target, running_cluster
+from elastic_rl.faults.undo import UndoRegistry
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800), full(
     proved_in="tests/e2e/test_faults_at_once.py tests/unit/chaos/test_abort.py tests/unit/chaos/test_blast_radius.py",

@@ -1,0 +1,69 @@
+"""The faults of the catalogue that strike coordinators, on replicas without a job that runs: each happens as its
+witness says, and another replica goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.coordinators import Replicas
+from support.etcd_server import EtcdServers
+from support.tiers import full
+from support.waiting import wait_until
+
+from elastic_rl import config
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.faults import states
+from elastic_rl.faults.context import FaultContext
+from elastic_rl.faults.etcd import ForeignRecords
+from elastic_rl.faults.kinds import Killed
+from elastic_rl.faults.processes import Struck, Way
+from elastic_rl.faults.stale import StaleLeader
+from elastic_rl.faults.undo import UndoRegistry, undo_all
+
+
+@pytest.fixture
+def replicas(etcd_servers: EtcdServers, keys: Keys, tmp_path: Path) -> Iterator[Replicas]:
+    found = Replicas(tmp_path, keys, etcd_servers.endpoints)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def _context(replicas: Replicas, etcd: EtcdClient, folder: Path) -> FaultContext:
+    no_api: Any = None
+    return FaultContext(config.load(replicas.config_file("faults")), etcd, replicas.keys, no_api, undo=UndoRegistry(folder / "undo"))
+
+
+def _back(fault: Killed) -> None:
+    wait_until(fault.detected, what=f"detection of {fault.name}")
+    wait_until(fault.is_back, what=f"recovery from {fault.name}")
+
+
+def test_stale_leader_comes_back_and_its_write_is_refused(replicas: Replicas, etcd: EtcdClient, tmp_path: Path) -> None:
+    replicas.start("a", "b")
+    context = _context(replicas, etcd, tmp_path)
+    fault = StaleLeader(context)
+    target, witness = fault.inject()
+    assert "was refused" in witness and target.startswith("coordinator ")
+    _back(fault)
+    records = ForeignRecords(context, 3.0)
+    assert "4 records" in records.inject()[1] and "4 of them" in records.inject()[1]
+    _back(records)
+    assert all(replicas.ready(name) for name in ("a", "b")), "the one that was stopped follows, and both are well"
+    assert undo_all(tmp_path / "undo") == []
+
+
+@full(proved_in="chaos_tests/tests/test_faults_of_coordinators.py",
+      why="a second leader that is killed in the moments before it has announced itself, which may take some tries")
+def test_leader_is_killed_before_it_has_announced_itself(replicas: Replicas, etcd: EtcdClient, tmp_path: Path) -> None:
+    replicas.start(*"abcde")
+    fault = Struck(_context(replicas, etcd, tmp_path), "coordinator", Way.KILLED, state=states.LEADER_TAKING_OVER)
+    _, witness = fault.inject()
+    assert "which it had not announced" in witness and witness.count("SIGKILL") == 2
+    _back(fault)
+    assert undo_all(tmp_path / "undo") == []
