@@ -108,8 +108,8 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
              faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(3, 6, 20)),
     Scenario("drawn", "a small job in which faults of any kind follow one another, some of them two at once", _SMALL,
              steps=140, count=10, faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(2, 8, 30)),
-    Scenario("every", "a small job and every fault that there is on one host, also those of single processes, of storage "
-             "and of who has been replaced", _SMALL, steps=700, count=len(_EVERY), faults=_EVERY, steps_per_minute=60.0,
+    Scenario("every", "a small job and every fault of one host, also those of single processes, of storage and of who "
+             "has been replaced", _SMALL, steps=700, count=len(_EVERY), faults=_EVERY, steps_per_minute=60.0,
              pace=Pace(3, 8, 30)),
     # The length of a step's responses, and so the time of a step, depends on what the job has learned.
     Scenario("soak", "the quick start's job for 30 minutes with a fault every 28 seconds", {}, minutes=30.0, count=64,

@@ -36,7 +36,8 @@ def replicas(etcd_servers: EtcdServers, keys: Keys, tmp_path: Path) -> Iterator[
 
 def _context(replicas: Replicas, etcd: EtcdClient, folder: Path) -> FaultContext:
     no_api: Any = None
-    return FaultContext(config.load(replicas.config_file("faults")), etcd, replicas.keys, no_api, undo=UndoRegistry(folder / "undo"))
+    return FaultContext(config.load(replicas.config_file("faults")), etcd, replicas.keys, no_api,
+                        undo=UndoRegistry(folder / "undo"))
 
 
 def _back(fault: Killed) -> None:
