@@ -118,7 +118,8 @@ _PARTS_LOST: Mapping[str, Entry] = {
 }
 _ETCD_SLOW, _ANSWERS_LOST = "etcd_slow", "etcd_answers_lost"
 _OTHERS: Mapping[str, Entry] = {
-    "trainer_stopped": Entry(TrainerStopped, Part.TRAINER, "SIGSTOP of all ranks and their agent, for good"),
+    "trainer_stopped": Entry(TrainerStopped, Part.TRAINER, "SIGSTOP of all ranks and their agent, for good",
+                             takes_all=True),
     "second_actor": Entry(lambda c: SecondActor(c, _SECOND_ACTOR_S), Part.ROLES,
                           "another actor takes the job over beside the one that runs, and is gone after a while"),
     # -- other processes, and other ways

@@ -18,7 +18,9 @@ PLENTY = dict.fromkeys(Part, 3)
 def test_everything_but_etcd_and_hosts_may_be_struck_where_nothing_is_named() -> None:
     radius = BlastRadius(parts=parts(""))
     allowed, refused = radius.allowed(dict.fromkeys(FAULTS, 1.0), PLENTY)
-    assert set(refused) == {"all_engines_killed", "etcd_killed", "etcd_stopped"}
+    assert {FAULTS[name].part for name in refused} >= {Part.ETCD, Part.HOSTS}
+    assert {"all_engines_killed", "etcd_killed", "etcd_stopped", "host_agent_killed"} <= set(refused)
+    assert not {FAULTS[name].part for name in allowed} & {Part.ETCD, Part.HOSTS}
     assert "engine_killed" in allowed and sorted(allowed) == allowed
 
 
