@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 
 from elastic_rl.config.groups import TRAINER_GROUPS
@@ -16,7 +16,7 @@ from elastic_rl.etcd.records import WORKING_PHASES, EngineState, Event, Severity
 QUIET_S = 60.0
 """A report whose end nothing announces is over when it was not repeated for this long."""
 SETTLE_S = 3.0
-"""Reports of one engine's death by its runner, its driver and the leader arrive within this time."""
+"""Reports of one part's death by its runner, its driver, its host and the leader arrive within this time."""
 
 _ENDS_WITH = {also: kind.ends_alert for kind in event_kinds.KINDS.values() for also in kind.also_ends}
 """Kind of an alert that may stand for one of another kind (see ``merge_by_fault``) → that kind, whose end is its end
@@ -79,17 +79,20 @@ def fault_of(kind: str, subject: str) -> str:
     return f"{kind}/{subject}"
 
 
-def merge_by_fault(found: Iterable[Condition], known: Iterable[Alert]) -> list[Condition]:
+def merge_by_fault(found: Iterable[Condition], known: Sequence[Alert], now: float) -> list[Condition]:
     """Gives each sign of a fault that has an open alert the key of that alert, unless the sign is more severe:
     receivers of errors only must get the error. An alert that is pending gives way to one that fires: what it would
-    have said is said. Leaves out one-time events about a fault that has another alert. An event whose own alert is open
-    stays: without it the alert would resolve, and the next pass would notify of the same event as a new alert."""
+    have said is said. Leaves out one-time events about a fault that has another alert, or had one until a moment ago: a
+    part may be back before its host says that it was restarted. An event whose own alert is open stays: without it the
+    alert would resolve, and the next pass would notify of the same event as a new alert."""
     open_by_fault: dict[str, list[tuple[str, str, Severity]]] = {}
     for alert in sorted((a for a in known if a.open), key=lambda a: (a.phase is Phase.PENDING, -a.severity.rank,
                                                                      a.since, a.id)):
         of_fault = open_by_fault.setdefault(fault_of(alert.kind, alert.subject), [])
         if not of_fault or alert.phase is not Phase.PENDING:
             of_fault.append((alert.kind, alert.subject, alert.severity))
+    lately = {fault_of(a.kind, a.subject) for a in known
+              if not a.open and a.notify_resolved and now - a.resolved_at < SETTLE_S}
     out = []
     for c in sorted(found, key=lambda c: (not c.notify_resolved, -c.severity.rank)):  # the worst opens the alert
         fault = fault_of(c.kind, c.subject)
@@ -97,7 +100,9 @@ def merge_by_fault(found: Iterable[Condition], known: Iterable[Alert]) -> list[C
         same = any((c.kind, c.subject) == (k, s) for k, s, _ in open_by_fault.get(fault, ()))
         if not c.notify_resolved:
             prefix = fault if fault.endswith("/") else ""  # a role: any of its members
-            if same or (first is None and not any(prefix and f.startswith(prefix) for f in open_by_fault)):
+            has_one = first is not None or fault in lately or any(
+                prefix and f.startswith(prefix) for f in (*open_by_fault, *lately))
+            if same or not has_one:
                 out.append(c)
             continue
         if first is not None and not same and first[2].rank >= c.severity.rank:

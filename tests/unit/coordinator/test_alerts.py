@@ -17,7 +17,7 @@ from elastic_rl.coordinator.alerts.conditions import (
     etcd_conditions,
     under_replication,
 )
-from elastic_rl.coordinator.alerts.state_machine import Alert, Condition
+from elastic_rl.coordinator.alerts.state_machine import Alert, Condition, Phase
 from elastic_rl.coordinator.election import leader_gap
 from elastic_rl.coordinator.etcd_health import EtcdHealth
 from elastic_rl.coordinator.records import LastSeen
@@ -101,8 +101,11 @@ def test_restart_of_a_service_with_an_alert_opens_no_second_one(part: str, subje
     restarted = rules.report(event(f"{part}.restarted", subject, Severity.WARNING), 5)
     assert restarted is not None
     dead = advance_once(1.0, reports=[Condition(f"{part}.dead", subject, "m", revision=2)]).put
-    assert rules.merge_by_fault([restarted], dead) == []
-    assert rules.merge_by_fault([restarted], []) == [restarted]
+    assert rules.merge_by_fault([restarted], dead, 9.0) == []
+    assert rules.merge_by_fault([restarted], [], 9.0) == [restarted]
+    back = [alert.replace(phase=Phase.RESOLVED, resolved_at=8.5) for alert in dead]
+    assert rules.merge_by_fault([restarted], back, 9.0) == [], "its host says so a moment after it is back"
+    assert rules.merge_by_fault([restarted], back, 60.0) == [restarted], "that is of another end"
 
 
 def test_leaders_own_death_event_opens_no_second_alert() -> None:
@@ -123,7 +126,7 @@ def test_report_of_a_group_whose_rank_is_back_already_is_of_the_alert_that_is_op
     now = conditions(snapshot(registry=back, specs={}, statuses={}), 10.1, firing={open_alert.key})
     assert state_machine.advance(10.1, 1, [open_alert], now, [], lambda a: True, lambda a: []).put == []
     reported = Condition("trainer.dead", "trainer", "the group re-formed", revision=7)
-    [report] = rules.merge_by_fault([reported], [open_alert])
+    [report] = rules.merge_by_fault([reported], [open_alert], 10.9)
     [changed] = state_machine.advance(10.9, 8, [open_alert], now, [report], lambda a: True, lambda a: []).put
     assert changed.id == open_alert.id and changed.open
     assert of_trainer(conditions(snapshot(registry=back), 10.1)) == [], "a start is no fault"
@@ -184,7 +187,7 @@ def test_short_pool_is_an_alert_after_an_engines_start_time() -> None:
 
 
 def merged(*found: Condition, known: Sequence[Alert] = ()) -> list[str]:
-    return [c.key for c in rules.merge_by_fault(found, known)]
+    return [c.key for c in rules.merge_by_fault(found, known, 9.0)]
 
 
 def opened(kind: str, subject: str, severity: Severity = Severity.ERROR, revision: int = 0) -> Alert:
@@ -439,13 +442,13 @@ def test_alert_about_a_dead_role_covers_the_wait_for_it() -> None:
 def test_wait_that_follows_from_a_fault_is_part_of_its_alert(kind: str, subject: str, of: str) -> None:
     opened = advance_once(0.0, reports=[Condition(kind, subject, "", revision=3)]).put
     wait = Condition("run.waiting", of, "", Severity.WARNING)
-    assert [c.key for c in rules.merge_by_fault([wait], opened)] == [f"{kind}/{subject}"]
+    assert [c.key for c in rules.merge_by_fault([wait], opened, 9.0)] == [f"{kind}/{subject}"]
     # It was noticed before the fault was.
     pending = advance_once(0.0, holding={wait.key: replace(wait, hold_s=60.0)}).put
-    assert [c.key for c in rules.merge_by_fault([wait], pending)] == ["run.waiting/" + of]
-    assert [c.key for c in rules.merge_by_fault([wait], [*pending, *opened])] == [f"{kind}/{subject}"]
+    assert [c.key for c in rules.merge_by_fault([wait], pending, 9.0)] == ["run.waiting/" + of]
+    assert [c.key for c in rules.merge_by_fault([wait], [*pending, *opened], 9.0)] == [f"{kind}/{subject}"]
     other = Condition("run.waiting", "engines", "", Severity.WARNING)
-    assert [c.key for c in rules.merge_by_fault([other], opened)] == ["run.waiting/engines"]
+    assert [c.key for c in rules.merge_by_fault([other], opened, 9.0)] == ["run.waiting/engines"]
 
 
 def test_silent_etcd_member_is_an_error_when_no_other_may_fail() -> None:
