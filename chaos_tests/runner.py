@@ -20,10 +20,11 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from chaos_tests import abort, report, sampling
+from chaos_tests import abort, report
 from chaos_tests.abort import AbortSwitch
 from chaos_tests.event_log import FORM, EventLog, Kind
 from chaos_tests.faults.catalogue import FAULTS, plan_of
+from chaos_tests.growth.sampler import Sampler
 from chaos_tests.nemesis.schedule import Schedule
 from chaos_tests.observation import Observer, require_client
 from chaos_tests.receiver import Notice, Receiver
@@ -207,6 +208,7 @@ class _Play:
                  aborts: AbortSwitch, limits: Limits, say: Say) -> None:
         self._target, self._scenario, self._schedule, self._folder = target, scenario, schedule, folder
         self._log, self._aborts, self._limits, self._say = event_log, aborts, limits, say
+        self._sampler = Sampler(target.cluster, target.reader, target.api)
         self._secret = target.cluster_keys.submission("")
         """Prefix of the keys that have the environment of whoever submitted a job, sealed."""
 
@@ -293,11 +295,11 @@ class _Play:
             self._log.write(Kind.CHANGE, **change)
 
     def _sample_processes(self) -> None:
-        for sample in sampling.of_processes(self._target):
+        for sample in self._sampler.processes():
             self._log.write(Kind.PROCESS, **sample)
 
     def _sample_store(self) -> None:
-        self._log.write(Kind.STORE, **sampling.of_store(self._target))
+        self._log.write(Kind.STORE, **self._sampler.store())
 
 
 class _FaultRecords:

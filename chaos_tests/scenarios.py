@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from chaos_tests import growth
 from chaos_tests.faults.catalogue import WEIGHTS, Need, weights
 from chaos_tests.nemesis.schedule import Schedule, drawn, drawn_by_time
 
@@ -116,8 +117,7 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
              faults=WEIGHTS, steps_per_minute=60.0, pace=Pace(5, 6, 60), pace_s=Pace(30, 12, 120), overlap=3,
              baseline=True),
     Scenario("growth", "no fault and many steps of a tiny job, in which nothing may grow with the steps",
-             {**_SMALL, "train.prompts_per_step": 4, "train.group_size": 2, "train.state_every_steps": 50}, steps=2000,
-             steps_per_minute=120.0),
+             growth.SETTINGS, steps=20_000, steps_per_minute=150.0),
     Scenario("async", "a fully asynchronous job whose groups are generated beside its steps",
              {**_SMALL, "train.schedule": "fully_async", "train.max_staleness": 2}, steps=120, count=6,
              faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=30.0, pace=Pace(3, 10, 30)),

@@ -73,25 +73,6 @@ class Trend:
                 f"{self.first[0]:.0f}, {self.last[1]:.6g} at step {self.last[0]:.0f}")
 
 
-@dataclass(frozen=True)
-class Violation:
-    """Something that grows with the steps."""
-
-    trend: Trend
-    rule: str = "growth"
-
-    @property
-    def what(self) -> str:
-        return str(self.trend)
-
-    def __str__(self) -> str:
-        return f"{self.rule}: {self.what}"
-
-
-def check(events: Iterable[Event]) -> list[Violation]:
-    return [Violation(trend) for trend in trends(events) if trend.grows]
-
-
 def trends(events: Iterable[Event]) -> list[Trend]:
     """Of each series that has samples enough, by kind and subject."""
     found = [(kind, subject, trend_of(points)) for (kind, subject), points in sorted(series(events).items())]

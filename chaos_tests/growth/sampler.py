@@ -5,20 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from chaos_tests.event_log import EventLog, Kind
 from elastic_rl.coordinator.client.admin_client import AdminClient
-from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.host import processes
@@ -26,7 +22,6 @@ from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.processes import OWNER_ENV
 
-INTERVAL_S = 15.0
 _SHARED_MEMORY = Path("/dev/shm")
 _MODULES = {"elastic_rl.host.agent": "host-agent", "elastic_rl.coordinator.service": "coordinator",
             "elastic_rl.dcs.node.service": "dcs-node", "elastic_rl.driver": "driver",
@@ -163,30 +158,3 @@ def _by_folder(files: dict[Path, int], root: Path) -> dict[str, int]:
     for path, nbytes in files.items():
         found["/".join(path.relative_to(root).parts[:-1][:2]) or "."] += nbytes
     return dict(sorted(found.items()))
-
-
-@contextlib.contextmanager
-def sampling(event_log: EventLog, cluster: Cluster, info: ClusterInfo, *, interval_s: float = INTERVAL_S,
-             step: Callable[[], int] | None = None) -> Iterator[Sampler]:
-    """Writes samples of the cluster's job to the log, at once and then at the interval, for as long as the block goes
-    on. A sample that cannot be taken (etcd or the API is away) is left out. ``step``: the newest step, where the API is
-    not asked for it."""
-    with EtcdClient.from_config(cluster.cfg.etcd, info.etcd_endpoints, retry_budget_s=1.0) as etcd:
-        sampler, ended = Sampler(cluster, etcd, AdminClient(info, role="viewer")), threading.Event()
-
-        def take() -> None:
-            while True:
-                with contextlib.suppress(ElasticRLError):
-                    event_log.write(Kind.STORE, **{**sampler.store(), **({"step": step()} if step else {})})
-                for sample in sampler.processes():
-                    event_log.write(Kind.PROCESS, **sample)
-                if ended.wait(interval_s):
-                    return
-
-        thread = threading.Thread(target=take, name="growth-sampler", daemon=True)
-        thread.start()
-        try:
-            yield sampler
-        finally:
-            ended.set()
-            thread.join()

@@ -214,11 +214,11 @@ class ClusterWorld(ElectionWorld):
                 guard = self._guard(r)
                 if guard is None:
                     break
-                yield from self._call(r, lambda w=write, g=guard: self._apply(r, w, g))
+                yield from self._call(r, lambda w=write, g=guard: self._apply(r, w, g))  # type: ignore[misc]
             if leader_s - persisted >= 3.0 and (guard := self._guard(r)) is not None:
                 persisted = leader_s
                 put = Op.put(KEYS.leader_clock(), str(leader_s).encode())
-                yield from self._call(r, lambda g=guard, p=put: self._txn_of(r, g, p))
+                yield from self._call(r, lambda g=guard, p=put: self._txn_of(r, g, p))  # type: ignore[misc]
 
     def _reading(self, kvs: list[KeyValue], revision: int, leader_s: float) -> ClusterReading:
         return ClusterReading.of(KEYS, kvs, revision, leader_s, {})
@@ -373,7 +373,8 @@ class ClusterWorld(ElectionWorld):
             record = Host(id=host.name, incarnation=host.incarnation)
             puts = [Op.put(KEYS.host(host.name), record.encode(), lease),
                     Op.put(KEYS.host_registration(host.name), record.encode())]
-            written = yield from self._call(agent, lambda u=unchanged, p=puts: self.etcd.txn([u], p))
+            written = yield from self._call(
+                agent, lambda u=unchanged, p=puts: self.etcd.txn([u], p))  # type: ignore[misc]
             if not written or not written[0]:
                 continue
             agent.lease_id, agent.registration, agent.renewed_at = lease, written[0], asked_at
@@ -470,7 +471,7 @@ class ClusterWorld(ElectionWorld):
                                 preemption=host.preemption)
             guard = Compare.mod(KEYS.host(host.name), "==", agent.registration)
             put = Op.put(KEYS.host_status(host.name), status.encode(), agent.lease_id)
-            yield from self._call(agent, lambda g=guard, p=put: self.etcd.txn([g], [p]))
+            yield from self._call(agent, lambda g=guard, p=put: self.etcd.txn([g], [p]))  # type: ignore[misc]
 
     def _service(self, agent: SimAgent, process: SimProcess) -> ServiceStatus:
         state = agent.restarts.get((process.name, process.generation))
@@ -541,7 +542,8 @@ class ClusterWorld(ElectionWorld):
                 said = yield from self._say(process, guard, phase, said)
             else:
                 put = Op.put(_progress(job), str(step + 1).encode())
-                step += bool((yield from self._call(process, lambda p=put: self._effect(process, [guard], p))))
+                step += bool((yield from self._call(
+                    process, lambda p=put: self._effect(process, [guard], p))))  # type: ignore[misc]
         process.completed = process.ended = True
 
     def _say(self, process: SimProcess, guard: Compare, phase: JobPhase, said: JobPhase) -> Process:

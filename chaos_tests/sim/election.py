@@ -16,7 +16,7 @@ from elastic_rl.etcd.transaction import Compare, KeyValue, Op
 
 TTL_S = 3.0
 CALL_S = 0.5
-Process = Generator[float, None, None]
+Process = Generator[float, None, Any]
 """Yields how many seconds it sleeps."""
 
 
@@ -184,7 +184,7 @@ class ElectionWorld:
                 self.spawn(self._keep(r, protocol, lease), r)
                 yield from self._take_part(r, protocol, lease)
                 r.protocol = None
-                yield from self._call(r, lambda lease=lease: self.etcd.revoke(lease))
+                yield from self._call(r, lambda lease=lease: self.etcd.revoke(lease))  # type: ignore[misc]
             yield 0.1
 
     def _take_part(self, r: Replica, protocol: ElectionProtocol, lease: int) -> Process:

@@ -295,7 +295,7 @@ def _lost_hosts_that_return_are_ready(patch: Patch) -> None:
     advance = hosts.advance
 
     def without_joining(before: Any, seen: Any, *more: Any) -> Any:
-        after = advance(before, seen, *more)
+        after: Any = advance(before, seen, *more)
         joins = before is not None and before.phase is HostPhase.LOST and after.phase is HostPhase.JOINING
         return after.replace(phase=HostPhase.READY) if joins else after
 

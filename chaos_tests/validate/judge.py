@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.validate import faults, replays, store, training
+from chaos_tests.validate import faults, growth, replays, store, training
 from chaos_tests.validate.histories import unexplained
 from chaos_tests.validate.verdict import MOST_SHOWN, RULES, RUN, Fold, Replay, State, Verdict, Violation
 
@@ -18,7 +18,7 @@ FOLDS: Sequence[type[Fold]] = (
     training.CommittedVersions, training.TrueWeights, training.NamedVersions, training.TrainedOnce, store.PoolSizes,
     training.SameAsBaseline, faults.Leftovers, faults.Alerts, faults.Recoveries, store.EndedOperations,
     training.WholeRun, faults.SaidWhatItWaitsFor, store.Singletons, store.Decisions, faults.SlowWork,
-    store.KeptAfterStop)
+    store.KeptAfterStop, growth.NothingGrows)
 REPLAYS: Sequence[Replay] = (
     Replay(("I1",), Kind.CHANGE, store.stale_leaders, "the election replayed"),
     Replay(("I1", "I3", "I10"), Kind.OPERATION, unexplained, "histories of clients against their models"),
@@ -76,9 +76,12 @@ class _Told:
         replays = [replay for replay in REPLAYS if rule in replay.rules]
         found = [*(violation for fold in folds for violation in fold.violations),
                  *(violation for violation in (*self.replayed, *self.extra) if violation.rule == rule)]
+        by_kind = defaultdict[Kind, list[str]](list)
+        for replay in replays:
+            if self.counts[replay.reads]:
+                by_kind[replay.reads].append(replay.what)
         seen = [*(words for fold in folds if (words := fold.evidence())),
-                *(f"{self.counts[replay.reads]:,} {replay.reads}s: {replay.what}" for replay in replays
-                  if self.counts[replay.reads])]
+                *(f"{self.counts[kind]:,} {kind}s: {'; '.join(what)}" for kind, what in by_kind.items())]
         further = sum(fold.further for fold in folds) + max(0, len(found) - MOST_SHOWN)
         if found:
             return Verdict(rule, State.VIOLATED, "; ".join(seen) or "as the violations say", tuple(found[:MOST_SHOWN]),

@@ -18,6 +18,8 @@ MOST_SHOWN = 20
 """Violations of one checker that are kept; further ones are counted."""
 RUN = "run"
 """The rule of what makes a run of the suite worth nothing, beside those of docs/architecture.md."""
+GROWTH = "growth"
+"""The rule of what a run takes and keeps."""
 RULES: Mapping[str, str] = {
     RUN: "the run is worth something: what was planned happened, under load, to a job that is sound without faults",
     "I1": "no write of a superseded leader, driver or trainer is accepted",
@@ -35,6 +37,7 @@ RULES: Mapping[str, str] = {
     "I13": "what a job has decided is not changed",
     "I14": "slow work is not a fault",
     "I15": "stopping deletes nothing",
+    GROWTH: "nothing grows with the steps of a run",
 }
 """Each rule by its number, in short."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -13,11 +13,18 @@ from hypothesis import strategies as st
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.growth import check
+from chaos_tests.validate.growth import FEWEST_STEPS
+from chaos_tests.validate.judge import judge
+from chaos_tests.validate.verdict import GROWTH, State
 
 STEPS, SAMPLES = 20_000, 480
 LIMIT = check.LIMITS["anonymous_bytes"]
 ALLOWED = LIMIT * STEPS
 """What the memory of a process may grow over the run."""
+
+
+def growing(events: Iterable[Event]) -> list[check.Trend]:
+    return [trend for trend in check.trends(events) if trend.grows]
 
 
 def run_of(memory: Callable[[float], float], seed: int, noise: float) -> list[Event]:
@@ -42,39 +49,39 @@ def samples(process: dict[str, Any], at: Callable[[int], dict[str, Any]]) -> lis
 
 @given(st.floats(4.0, 50.0), st.floats(0.0, 0.05), st.integers(0, 2**32))
 def test_leak_in_noise_is_found(leak: float, noise: float, seed: int) -> None:
-    found = check.check(run_of(lambda step: leak * LIMIT * step, seed, noise * leak * ALLOWED))
-    assert [(v.trend.kind, v.trend.subject) for v in found] == [("anonymous_bytes", "rank (7)")]
-    assert found[0].trend.slope == pytest.approx(leak * LIMIT, rel=0.3)
+    found = growing(run_of(lambda step: leak * LIMIT * step, seed, noise * leak * ALLOWED))
+    assert [(v.kind, v.subject) for v in found] == [("anonymous_bytes", "rank (7)")]
+    assert found[0].slope == pytest.approx(leak * LIMIT, rel=0.3)
     assert "anonymous_bytes of rank (7)" in str(found[0])
 
 
 @given(st.floats(4.0, 50.0), st.floats(0.0, 1.0), st.integers(20, 80), st.integers(0, 2**32))
 def test_leak_below_a_sawtooth_is_found(leak: float, height: float, teeth: int, seed: int) -> None:
-    found = check.check(run_of(lambda step: leak * LIMIT * step + height * ALLOWED * (step * teeth / STEPS % 1.0), seed,
+    found = growing(run_of(lambda step: leak * LIMIT * step + height * ALLOWED * (step * teeth / STEPS % 1.0), seed,
                                0.02 * ALLOWED))
     assert len(found) == 1
 
 
 @given(st.floats(0.0, 100.0), st.integers(0, 2**32))
 def test_noise_is_no_growth(noise: float, seed: int) -> None:
-    assert check.check(run_of(lambda step: 0.0, seed, noise * ALLOWED)) == []
+    assert growing(run_of(lambda step: 0.0, seed, noise * ALLOWED)) == []
 
 
 @given(st.floats(0.0, 100.0), st.integers(4, 80), st.floats(0.0, 1.0), st.integers(0, 2**32))
 def test_sawtooth_is_no_growth(height: float, teeth: int, phase: float, seed: int) -> None:
-    assert check.check(run_of(lambda step: height * ALLOWED * ((step * teeth / STEPS + phase) % 1.0), seed,
+    assert growing(run_of(lambda step: height * ALLOWED * ((step * teeth / STEPS + phase) % 1.0), seed,
                               0.01 * height * ALLOWED)) == []
 
 
 @given(st.floats(0.0, 100.0), st.floats(0.01, 0.1), st.integers(0, 2**32))
 def test_plateau_is_no_growth(height: float, constant: float, seed: int) -> None:
-    assert check.check(run_of(lambda step: height * ALLOWED * (1 - math.exp(-step / STEPS / constant)), seed,
+    assert growing(run_of(lambda step: height * ALLOWED * (1 - math.exp(-step / STEPS / constant)), seed,
                               0.001 * height * ALLOWED)) == []
 
 
 @given(st.floats(0.0, 100.0), st.floats(0.0, 1.0), st.integers(0, 2**32))
 def test_buffer_that_is_enlarged_once_is_no_growth(height: float, when: float, seed: int) -> None:
-    assert check.check(run_of(lambda step: height * ALLOWED * (step > when * STEPS), seed, 0.001 * ALLOWED)) == []
+    assert growing(run_of(lambda step: height * ALLOWED * (step > when * STEPS), seed, 0.001 * ALLOWED)) == []
 
 
 @given(st.floats(0.0, 0.5), st.integers(0, 2**32))
@@ -87,25 +94,36 @@ def test_growth_within_the_limit_is_none_and_resolved(leak: float, seed: int) ->
 def test_each_thread_that_stays_is_found() -> None:
     """One in 500 steps: a staircase."""
     events = samples({"role": "actor", "pid": 1}, lambda step: {"threads": 40 + step // 500})
-    assert [v.trend.kind for v in check.check(events)] == ["threads"]
+    assert [trend.kind for trend in growing(events)] == ["threads"]
 
 
 def test_step_that_takes_longer_and_longer_is_found() -> None:
     rng = random.Random(0)
     events = [{"at": float(step), "kind": Kind.STEP, "step": step,
                "seconds": {"total": 0.5 + 1e-5 * step + rng.expovariate(10.0)}} for step in range(1, STEPS)]
-    assert [v.trend.kind for v in check.check(events)] == ["step_s"]
+    assert [trend.kind for trend in growing(events)] == ["step_s"]
 
 
 def test_process_that_is_started_again_begins_again() -> None:
     """Its memory is that of its predecessor, which is no trend; each has a series of its own."""
     events = samples({"role": "rank"}, lambda step: {"pid": 1 + (step > STEPS // 2),
                                                      "anonymous_bytes": 3e8 + 1e8 * (step > STEPS // 2)})
-    assert check.check(events) == []
+    assert growing(events) == []
     assert [trend.subject for trend in check.trends(events)] == ["rank (1)", "rank (2)"]
 
 
 @pytest.mark.parametrize("samples", (0, 1, 2, 5))
 def test_few_samples_say_nothing(samples: int) -> None:
     events = [{"at": float(i), "kind": Kind.STORE, "step": 1000 * i, "etcd_keys": 50 * i} for i in range(samples)]
-    assert check.check(events) == [] and check.trends(events) == []
+    assert growing(events) == [] and check.trends(events) == []
+
+
+@pytest.mark.parametrize(("steps", "leak", "state"), [
+    (STEPS, 0.0, State.KEPT), (STEPS, 20.0, State.VIOLATED), (FEWEST_STEPS // 2, 20.0, State.UNSEEN)])
+def test_growth_is_judged_over_a_long_run_without_faults(steps: int, leak: float, state: State) -> None:
+    run = {"kind": Kind.RUN, "at": 0.0, "schedule": {"strikes": []}}
+    done = {"kind": Kind.STEP, "at": 500.0, "step": steps}
+    log = [run, *run_of(lambda step: leak * LIMIT * step, 1, 0.0), done]
+    assert {verdict.rule: verdict.state for verdict in judge(log)}[GROWTH] is state
+    struck = [run | {"schedule": {"strikes": [{"step": 1, "faults": ["engine_killed"]}]}}, *log[1:]]
+    assert {verdict.rule: verdict.state for verdict in judge(struck)}[GROWTH] is State.UNSEEN

@@ -1,11 +1,10 @@
-"""What the runner reads of notifications and processes. Pure parts."""
+"""What the runner reads of notifications. Pure."""
 
 from __future__ import annotations
 
 import pytest
 
 from chaos_tests.receiver import Notice, notices
-from chaos_tests.sampling import role_of
 from elastic_rl.coordinator.alerts.message import compose
 from elastic_rl.coordinator.alerts.receiver_queue import NotificationGroup
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
@@ -27,13 +26,3 @@ def test_notifications_of_the_product_are_read(count: int, phase: Phase) -> None
 
 def test_what_is_no_alert_is_no_notice() -> None:
     assert [*notices("[TEST] job: hello", "it works")] == []
-
-
-@pytest.mark.parametrize(("command", "role"), [
-    (["/venv/bin/python", "-m", "elastic_rl.coordinator.service", "--replica", "a"], "elastic_rl.coordinator.service"),
-    (["ray::ServeReplica:actor:actor"], "ray::ServeReplica:actor:actor"),
-    (["sglang::scheduler 3"], "sglang::scheduler"),
-    (["python", "/x/ray/dashboard/agent.py", "--a"], "agent.py"), (["/usr/bin/etcd", "--name", "e"], "etcd"),
-    ([], "unknown")])
-def test_role_of_a_process_is_the_same_over_its_restarts(command: list[str], role: str) -> None:
-    assert role_of(command) == role
