@@ -36,7 +36,14 @@ class Kind(StrEnum):
     ``argument``, ``began_s``, ``ended_s``, ``result``; ``model`` names the sequential model that judges it."""
     CHANGE = "change"
     """A change of a key in etcd, as the independent observer saw it: ``revision``, ``put``, ``key``, ``create``,
-    ``value``."""
+    ``value``; of a value that is too long for the log only ``omitted_bytes``."""
+    GAP = "gap"
+    """Changes that the observer did not see, since they were compacted before: of the revisions ``first`` to ``last``.
+    What a rule says of them is unseen, not kept."""
+    WATCH = "watch"
+    """A change as a watch of the product's client delivered it: ``client`` (one watch), ``prefix``, ``revision``,
+    ``put``, ``key``. A record with ``listed`` true has no key: the client has read the whole range at that revision,
+    since changes were compacted, or to begin with."""
     STEP = "step"
     """A step's record, as steps.jsonl has it, each time that the step was done."""
     EVENT = "event"
@@ -47,10 +54,12 @@ class Kind(StrEnum):
     deduplication)."""
     PROCESS = "process"
     """A sample of a process: ``role`` (what it is in the cluster, the same over restarts), ``pid``, ``rss_bytes``,
-    ``descriptors``, ``threads``, ``cpu_s``."""
+    ``anonymous_bytes`` (of it what is mapped of no file), ``descriptors``, ``threads``, ``cpu_s``."""
     STORE = "store"
-    """A sample of what is kept: ``etcd_keys``, ``etcd_bytes``, ``files``, ``file_bytes``, ``status_s`` (time that
-    ``status`` took), ``step`` (the newest one)."""
+    """A sample of what is kept: ``etcd_keys`` and ``etcd_keys_by_prefix``, ``etcd_bytes`` (in use), ``files`` of the
+    job's folder, their bytes as ``history_bytes`` (steps.jsonl), ``log_bytes`` and ``file_bytes`` (the others, also as
+    ``file_bytes_by_folder``), ``shm_files`` and ``shm_bytes`` in /dev/shm, ``status_s`` (time that ``status`` took),
+    ``step`` (the newest one)."""
     LEFTOVER = "leftover"
     """Something that should have ended with the cluster: ``what``."""
     END = "end"
@@ -87,3 +96,13 @@ def read(path: Path) -> Iterator[Event]:
             if number == 0 and (record.get("kind") != Kind.RUN or record.get("form") != FORM):
                 raise ValueError(f"{path} is no event log of form {FORM}")
             yield record
+
+
+class Records:
+    """The records of a log, which are read from its file each time that they are iterated over."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __iter__(self) -> Iterator[Event]:
+        return read(self.path)

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from chaos_tests.event_log import EventLog, Kind
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -32,6 +34,8 @@ class Operation:
     ended_s: float | None = None
     """When the answer was known; None: it is unknown whether and when the call had its effect."""
     result: Any = None
+    model: str = ""
+    """Name of the sequential model that judges it (``chaos_tests.model.models``)."""
 
 
 class Refused(Exception):
@@ -44,39 +48,55 @@ class Unknown(Exception):
 
 class Recorder:
     """Writes the operations of any number of threads down. With a ``file`` each one is also a line of JSON there, so
-    that the history of a process that is killed is whole up to then."""
+    that the history of a process that is killed is whole up to then. With a ``log`` each one is a record there once its
+    answer is known, or known to be lost, and those that are under way when it closes are recorded as unknown."""
 
-    def __init__(self, file: Path | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, file: Path | None = None, *, log: EventLog | None = None, model: str = "",
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        """``model``: of operations that name none."""
+        self._clock, self._log, self._model = clock, log, model
+        self._under_way = set[int]()
         self._lock = threading.Lock()
         self._operations: dict[int, Operation] = {}
         self._numbers = itertools.count()
         self._file = file.open("a", encoding="utf-8") if file is not None else None
 
     @contextmanager
-    def operation(self, client: str, key: str, call: str, argument: Any = None) -> Iterator[Answer]:
+    def operation(self, client: str, key: str, call: str, argument: Any = None, *, model: str = "") -> Iterator[Answer]:
         """Inside, the call is made, and its result set. It ends as unknown where the body raises ``Unknown`` or sets no
         result, and is left out where it raises ``Refused``; neither of them leaves this block. Any other error does,
         and the operation is unknown."""
         answer = Answer()
         with self._lock:
             number = next(self._numbers)
-            self._operations[number] = begun = Operation(client, key, call, argument, self._clock())
+            self._operations[number] = begun = Operation(client, key, call, argument, self._clock(),
+                                                         model=model or self._model)
+            self._under_way.add(number)
             self._write(number, begun)
+        now: Operation | None = begun
         try:
             yield answer
+            if answer.known:
+                now = replace(begun, ended_s=self._clock(), result=answer.result)
         except Refused:
-            with self._lock:
-                del self._operations[number]
-                self._write(number, None)
-            return
+            now = None
         except Unknown:
-            return
-        if answer.known:
+            pass
+        finally:
             with self._lock:
-                ended = replace(begun, ended_s=self._clock(), result=answer.result)
-                self._operations[number] = ended
-                self._write(number, ended)
+                self._end(number, now)
+
+    def add(self, operation: Operation) -> None:
+        """Writes an operation down that has ended, or whose answer is lost."""
+        with self._lock:
+            number = next(self._numbers)
+            self._operations[number] = operation
+            self._under_way.add(number)
+            self._end(number, operation)
+
+    def now(self) -> float:
+        """The time of its clock, for operations that are written down later."""
+        return self._clock()
 
     def operations(self) -> list[Operation]:
         """All so far, in the order in which they began. Those that are under way are unknown."""
@@ -84,8 +104,30 @@ class Recorder:
             return [self._operations[number] for number in sorted(self._operations)]
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        with self._lock:
+            for number in sorted(self._under_way):
+                self._to_log(self._operations[number])
+            self._under_way.clear()
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _end(self, number: int, operation: Operation | None) -> None:
+        """Its outcome is known, or known to be lost; None: it had no effect."""
+        under_way = number in self._under_way  # else it is in the log as unknown, and what is known now is too late
+        self._under_way.discard(number)
+        if operation is None:
+            self._operations.pop(number, None)
+        else:
+            self._operations[number] = operation
+            if under_way:
+                self._to_log(operation)
+        if operation is None or operation.ended_s is not None:
+            self._write(number, operation)
+
+    def _to_log(self, operation: Operation) -> None:
+        if self._log is not None:
+            self._log.write(Kind.OPERATION, **asdict(operation))
 
     def _write(self, number: int, operation: Operation | None) -> None:
         if self._file is not None:

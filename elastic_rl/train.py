@@ -181,7 +181,7 @@ def _run(ctx: RunContext, info: ClusterInfo, fault_plan: FaultPlan | None, on_ti
             return code
         finally:
             if injector:
-                injector.stopping.set()
+                injector.end()
                 injector.join(timeout=10.0)
             _report(ctx, code, began_at=started)
 
@@ -342,16 +342,22 @@ def _records(ctx: RunContext, etcd_budget_s: float) -> list[report_build.Record]
     return report_build.in_order(found, report_build.read_records(paths.faults))
 
 
+def audit_of(etcd: EtcdClient, keys: Keys, groups_per_step: int) -> Audit:
+    """The audit of a job's groups, by the states of the trainer that etcd lists. Raises EtcdUnavailable, ValueError and
+    ValidationError."""
+    states = [(int(v.meta.get("step", 0)), ConsumedGroups.from_json(v.meta.get("consumed") or {}))
+              for v in list_versions(etcd, keys, Stream.TRAINER_STATE)
+              if v.committed_at > 0 and v.meta.get("phase") == "rl"]
+    lease = readable_one(etcd.get(keys.group_lease(PRODUCER)), GroupLease)
+    leased = IntervalSet.from_json(lease.groups) if lease is not None else IntervalSet()
+    return audit(states, groups_per_step=groups_per_step, leased=leased)
+
+
 def _facts(ctx: RunContext, records: list[report_build.Record], code: int | None) -> _Facts:
     per_step = ctx.config.train.prompts_per_step
     try:
         with _connect(ctx, _INTERRUPTED_ETCD_BUDGET_S if code in (None, STOPPED) else _REPORT_ETCD_BUDGET_S) as etcd:
-            states = [(int(v.meta.get("step", 0)), ConsumedGroups.from_json(v.meta.get("consumed") or {}))
-                      for v in list_versions(etcd, ctx.keys, Stream.TRAINER_STATE)
-                      if v.committed_at > 0 and v.meta.get("phase") == "rl"]
-            lease = readable_one(etcd.get(ctx.keys.group_lease(PRODUCER)), GroupLease)
-            leased = IntervalSet.from_json(lease.groups) if lease is not None else IntervalSet()
-            return _Facts(audit(states, groups_per_step=per_step, leased=leased), _status(etcd, ctx.keys).phase,
+            return _Facts(audit_of(etcd, ctx.keys, per_step), _status(etcd, ctx.keys).phase,
                           list_versions(etcd, ctx.keys, Stream.POLICY))
     except (ElasticRLError, ValidationError, ValueError) as e:
         message = e.message if isinstance(e, ElasticRLError) else f"a record cannot be read: {e}"

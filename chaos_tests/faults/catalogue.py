@@ -1,4 +1,5 @@
-"""Faults of a run on one host, by the names that they have in schedules and in the run's records."""
+"""Faults by the names that they have in schedules and in the records of runs: of a run on one host, and of the hosts of
+a cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +11,21 @@ from chaos_tests.nemesis.schedule import Schedule
 from elastic_rl.faults import states
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.etcd import CompactedPastWatcher, EtcdPulsed, ForeignRecords
-from elastic_rl.faults.injector import FaultPlan
+from elastic_rl.faults.hosts import (
+    EtcdQuorumStopped,
+    HostApart,
+    HostCut,
+    HostDeaf,
+    HostFault,
+    HostMute,
+    HostPoweredOff,
+    HostsContext,
+    LinkImpaired,
+    Victim,
+    coordinator_killed,
+    etcd_killed,
+)
+from elastic_rl.faults.injector import Elapsed, FaultPlan, Turn
 from elastic_rl.faults.kinds import CoordinatorKilled, EngineKilled, RoleKilled, TrainerRankKilled, TrainerRankStopped
 from elastic_rl.faults.outages import (
     ActorKilled,
@@ -25,6 +40,7 @@ from elastic_rl.faults.outages import (
 from elastic_rl.faults.processes import BusyCores, Struck, Way
 from elastic_rl.faults.stale import RacingRequests, StaleLeader, ZombieDriver
 from elastic_rl.faults.storage import ChunksDamaged, DiskRefusesWrites
+from elastic_rl.host.test_hosts.impaired_link import Impairment
 
 _ETCD_AWAY_S = 15.0
 """Longer than every lease."""
@@ -33,21 +49,20 @@ _BEYOND_LEASE_S = 12.0
 _DISK_S, _BUSY_S, _PULSES_S, _RECORDS_S, _SECOND_ACTOR_S, _DRIVER_STOPPED_S = 15.0, 15.0, 15.0, 10.0, 10.0, 40.0
 
 
-class Kind(StrEnum):
-    """A kind of part, for the blast radius of a run against a cluster that others use."""
+class Part(StrEnum):
+    """What a fault strikes: the parts of a cluster by which its operator bounds the damage."""
 
-    ENGINE = "engine"
+    ENGINES = "engines"
     TRAINER = "trainer"
-    ROLE = "role"
+    ROLES = "roles"
     DRIVER = "driver"
-    RUN = "run"
     ROUTER = "router"
-    RAY = "ray"
-    COORDINATOR = "coordinator"
+    COORDINATORS = "coordinators"
     DCS = "dcs"
     ETCD = "etcd"
-    HOST_AGENT = "host-agent"
-    HOST = "host"
+    HOSTS = "hosts"
+    RUN = "run"
+    RAY = "ray"
     API = "api"
 
 
@@ -64,148 +79,181 @@ class Need(StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """A fault of the catalogue."""
+    """A fault that a schedule can name."""
 
     make: Callable[[FaultContext], Fault]
-    strikes: Kind
+    part: Part
     what: str
-    """What it does, in one line."""
     weight: float = 1.0
-    """How often a seed draws it, beside others."""
-    undoable: bool = False
-    """Whether something stays stopped, limited or damaged if the injector ends in the middle of it, until
-    ``undo_all``; else the product itself, or the kernel, brings everything back."""
+    takes_all: bool = False
+    """Whether it leaves no replica of the part, however many there are."""
     needs: frozenset[Need] = frozenset()
 
 
-def _struck(part: str, way: Way, strikes: Kind, what: str, *, weight: float = 0.5, state: states.State | None = None,
+def _struck(part: str, way: Way, strikes: Part, what: str, *, weight: float = 0.5, state: states.State | None = None,
             needs: Set[Need] = frozenset()) -> Entry:
     seconds = 0.0 if way.ends else _BEYOND_LEASE_S
     also = {Need.PTRACE} if way in (Way.EXITED, Way.GIL_HELD) else set()
     return Entry(lambda c: Struck(c, part, way, state=state, seconds=seconds), strikes, what, weight,
-                 undoable=way is Way.PAUSED or state is not None, needs=frozenset({*needs, *also}))
+                 needs=frozenset({*needs, *also}))
 
 
+_PARTS_LOST: Mapping[str, Entry] = {
+    "engine_killed": Entry(EngineKilled, Part.ENGINES, "kill -9 of the server of a ready engine", 3.0),
+    "all_engines_killed": Entry(AllEnginesKilled, Part.ENGINES, "kill -9 of every engine at once", takes_all=True),
+    "trainer_rank_killed": Entry(TrainerRankKilled, Part.TRAINER, "kill -9 of the last rank of the trainer", 3.0),
+    "trainer_rank_stopped": Entry(TrainerRankStopped, Part.TRAINER,
+                                  "SIGSTOP of the last rank: the others hang in their collectives"),
+    "actor_killed": Entry(ActorKilled, Part.ROLES, "kill -9 of the actor while the trainer is at a step", 2.0),
+    "rollout_killed": Entry(lambda c: RoleKilled(c, "rollout"), Part.ROLES, "kill -9 of the role rollout"),
+    "advantages_killed": Entry(lambda c: RoleKilled(c, "advantages"), Part.ROLES, "kill -9 of the role advantages"),
+    "driver_killed": Entry(lambda c: RoleKilled(c, "driver"), Part.DRIVER, "kill -9 of the driver", 2.0),
+    "router_killed": Entry(RouterKilled, Part.ROUTER, "kill -9 of the router of the rollout pool", 2.0),
+    "coordinator_killed": Entry(CoordinatorKilled, Part.COORDINATORS, "kill -9 of the coordinator that leads", 2.0),
+    "dcs_killed": Entry(DcsNodeKilled, Part.DCS, "kill -9 of the job's DCS node on this host", 2.0),
+    "etcd_killed": Entry(lambda c: ServiceKilled(c, "etcd-0"), Part.ETCD, "kill -9 of etcd, which restarts on its data",
+                         takes_all=True),
+    "etcd_stopped": Entry(lambda c: EtcdStopped(c, _ETCD_AWAY_S), Part.ETCD,
+                          f"SIGSTOP of etcd for {_ETCD_AWAY_S:g} s: connections stay, nothing answers", takes_all=True),
+}
 _ETCD_SLOW, _ANSWERS_LOST = "etcd_slow", "etcd_answers_lost"
-ENTRIES: Mapping[str, Entry] = {
-    # -- whole parts are killed
-    "engine_killed": Entry(EngineKilled, Kind.ENGINE, "kill -9 of an engine's server", 3.0),
-    "all_engines_killed": Entry(AllEnginesKilled, Kind.ENGINE, "kill -9 of every engine's server at once"),
-    "trainer_rank_killed": Entry(TrainerRankKilled, Kind.TRAINER, "kill -9 of the last rank", 3.0),
-    "trainer_rank_stopped": Entry(TrainerRankStopped, Kind.TRAINER, "SIGSTOP of the last rank, for good",
-                                  undoable=True),
-    "trainer_stopped": Entry(TrainerStopped, Kind.TRAINER, "SIGSTOP of all ranks and their agent, for good",
-                             undoable=True),
-    "actor_killed": Entry(ActorKilled, Kind.ROLE, "kill -9 of the actor while the trainer makes a step", 2.0),
-    "second_actor": Entry(lambda c: SecondActor(c, _SECOND_ACTOR_S), Kind.ROLE,
+_OTHERS: Mapping[str, Entry] = {
+    "trainer_stopped": Entry(TrainerStopped, Part.TRAINER, "SIGSTOP of all ranks and their agent, for good",
+                             takes_all=True),
+    "second_actor": Entry(lambda c: SecondActor(c, _SECOND_ACTOR_S), Part.ROLES,
                           "another actor takes the job over beside the one that runs, and is gone after a while"),
-    "rollout_killed": Entry(lambda c: RoleKilled(c, "rollout"), Kind.ROLE, "kill -9 of the replica of rollout"),
-    "advantages_killed": Entry(lambda c: RoleKilled(c, "advantages"), Kind.ROLE,
-                               "kill -9 of the replica of advantages"),
-    "driver_killed": Entry(lambda c: RoleKilled(c, "driver"), Kind.DRIVER, "kill -9 of the driver", 2.0),
-    "router_killed": Entry(RouterKilled, Kind.ROUTER, "kill -9 of the router", 2.0),
-    "coordinator_killed": Entry(CoordinatorKilled, Kind.COORDINATOR, "kill -9 of the leading coordinator", 2.0),
-    "dcs_killed": Entry(DcsNodeKilled, Kind.DCS, "kill -9 of the DCS node", 2.0),
-    "etcd_killed": Entry(lambda c: ServiceKilled(c, "etcd-0"), Kind.ETCD, "kill -9 of etcd"),
-    "etcd_stopped": Entry(lambda c: EtcdStopped(c, _ETCD_AWAY_S), Kind.ETCD,
-                          f"SIGSTOP of etcd for {_ETCD_AWAY_S:g} s", undoable=True),
     # -- other processes, and other ways
-    "scheduler_killed": _struck("scheduler", Way.KILLED, Kind.ENGINE, "kill -9 of a scheduler of SGLang"),
-    "scheduler_exited": _struck("scheduler", Way.EXITED, Kind.ENGINE, "a scheduler of SGLang exits with code 0"),
-    "scheduler_gil_held": _struck("scheduler", Way.GIL_HELD, Kind.ENGINE, "the GIL of a scheduler is held"),
-    "engine_terminated": _struck("engine", Way.TERMINATED, Kind.ENGINE, "SIGTERM of an engine's server"),
-    "engine_paused": _struck("engine", Way.PAUSED, Kind.ENGINE, "SIGSTOP of an engine's server, and SIGCONT"),
-    "engine_runner_killed": _struck("engine_runner", Way.KILLED, Kind.ENGINE, "kill -9 of what runs an engine"),
-    "engine_runner_paused": _struck("engine_runner", Way.PAUSED, Kind.ENGINE,
+    "scheduler_killed": _struck("scheduler", Way.KILLED, Part.ENGINES, "kill -9 of a scheduler of SGLang"),
+    "scheduler_exited": _struck("scheduler", Way.EXITED, Part.ENGINES, "a scheduler of SGLang exits with code 0"),
+    "scheduler_gil_held": _struck("scheduler", Way.GIL_HELD, Part.ENGINES, "the GIL of a scheduler is held"),
+    "engine_terminated": _struck("engine", Way.TERMINATED, Part.ENGINES, "SIGTERM of an engine's server"),
+    "engine_paused": _struck("engine", Way.PAUSED, Part.ENGINES, "SIGSTOP of an engine's server, and SIGCONT"),
+    "engine_runner_killed": _struck("engine_runner", Way.KILLED, Part.ENGINES, "kill -9 of what runs an engine"),
+    "engine_runner_paused": _struck("engine_runner", Way.PAUSED, Part.ENGINES,
                                     "zombie engine: what runs it is stopped, taken for dead, and comes back"),
-    "trainer_rank_exited": _struck("trainer_rank", Way.EXITED, Kind.TRAINER, "a rank exits with code 0"),
-    "trainer_rank_terminated": _struck("trainer_rank", Way.TERMINATED, Kind.TRAINER, "SIGTERM of a rank"),
-    "trainer_rank_gil_held": _struck("trainer_rank", Way.GIL_HELD, Kind.TRAINER, "the GIL of a rank is held"),
-    "trainer_agent_killed": _struck("trainer_agent", Way.KILLED, Kind.TRAINER, "kill -9 of the trainer's agent"),
-    "actor_exited": _struck("actor", Way.EXITED, Kind.ROLE, "the actor exits with code 0"),
-    "rollout_paused": _struck("rollout", Way.PAUSED, Kind.ROLE, "SIGSTOP of the replica of rollout, and SIGCONT"),
-    "driver_exited": _struck("driver", Way.EXITED, Kind.DRIVER, "the driver exits with code 0 in the middle of a job"),
-    "driver_terminated": _struck("driver", Way.TERMINATED, Kind.DRIVER, "SIGTERM of the driver"),
-    "run_killed": _struck("run", Way.KILLED, Kind.RUN, "kill -9 of the process of the run", needs={Need.OUTSIDE}),
-    "router_exited": _struck("router", Way.EXITED, Kind.ROUTER, "the router exits with code 0"),
-    "router_paused": _struck("router", Way.PAUSED, Kind.ROUTER, "SIGSTOP of the router, and SIGCONT"),
-    "gcs_killed": _struck("gcs", Way.KILLED, Kind.RAY, "kill -9 of the GCS of Ray's head"),
-    "raylet_killed": _struck("raylet", Way.KILLED, Kind.RAY, "kill -9 of the raylet of Ray's worker"),
-    "coordinator_terminated": _struck("coordinator", Way.TERMINATED, Kind.COORDINATOR,
+    "trainer_rank_exited": _struck("trainer_rank", Way.EXITED, Part.TRAINER, "a rank exits with code 0"),
+    "trainer_rank_terminated": _struck("trainer_rank", Way.TERMINATED, Part.TRAINER, "SIGTERM of a rank"),
+    "trainer_rank_gil_held": _struck("trainer_rank", Way.GIL_HELD, Part.TRAINER, "the GIL of a rank is held"),
+    "trainer_agent_killed": _struck("trainer_agent", Way.KILLED, Part.TRAINER, "kill -9 of the trainer's agent"),
+    "actor_exited": _struck("actor", Way.EXITED, Part.ROLES, "the actor exits with code 0"),
+    "rollout_paused": _struck("rollout", Way.PAUSED, Part.ROLES, "SIGSTOP of the replica of rollout, and SIGCONT"),
+    "driver_exited": _struck("driver", Way.EXITED, Part.DRIVER, "the driver exits with code 0 in the middle of a job"),
+    "driver_terminated": _struck("driver", Way.TERMINATED, Part.DRIVER, "SIGTERM of the driver"),
+    "run_killed": _struck("run", Way.KILLED, Part.RUN, "kill -9 of the process of the run", needs={Need.OUTSIDE}),
+    "router_exited": _struck("router", Way.EXITED, Part.ROUTER, "the router exits with code 0"),
+    "router_paused": _struck("router", Way.PAUSED, Part.ROUTER, "SIGSTOP of the router, and SIGCONT"),
+    "gcs_killed": _struck("gcs", Way.KILLED, Part.RAY, "kill -9 of the GCS of Ray's head"),
+    "raylet_killed": _struck("raylet", Way.KILLED, Part.RAY, "kill -9 of the raylet of Ray's worker"),
+    "coordinator_terminated": _struck("coordinator", Way.TERMINATED, Part.COORDINATORS,
                                       "SIGTERM of the leading coordinator"),
-    "coordinator_exited": _struck("coordinator", Way.EXITED, Kind.COORDINATOR,
+    "coordinator_exited": _struck("coordinator", Way.EXITED, Part.COORDINATORS,
                                   "the leading coordinator exits with code 0"),
-    "coordinator_follower_killed": _struck("coordinator_follower", Way.KILLED, Kind.COORDINATOR,
+    "coordinator_follower_killed": _struck("coordinator_follower", Way.KILLED, Part.COORDINATORS,
                                            "kill -9 of a coordinator that does not lead"),
-    "dcs_exited": _struck("dcs", Way.EXITED, Kind.DCS, "the DCS node exits with code 0"),
-    "dcs_terminated": _struck("dcs", Way.TERMINATED, Kind.DCS, "SIGTERM of the DCS node"),
-    "dcs_paused": _struck("dcs", Way.PAUSED, Kind.DCS, "SIGSTOP of the DCS node, and SIGCONT"),
-    "host_agent_killed": _struck("host_agent", Way.KILLED, Kind.HOST_AGENT, "kill -9 of the active host agent"),
-    "etcd_terminated": _struck("etcd", Way.TERMINATED, Kind.ETCD, "SIGTERM of etcd"),
-    "busy_cores": Entry(lambda c: BusyCores(c, _BUSY_S), Kind.HOST, "other processes use all cores for a while", 0.5),
+    "dcs_exited": _struck("dcs", Way.EXITED, Part.DCS, "the DCS node exits with code 0"),
+    "dcs_terminated": _struck("dcs", Way.TERMINATED, Part.DCS, "SIGTERM of the DCS node"),
+    "dcs_paused": _struck("dcs", Way.PAUSED, Part.DCS, "SIGSTOP of the DCS node, and SIGCONT"),
+    "host_agent_killed": _struck("host_agent", Way.KILLED, Part.HOSTS, "kill -9 of the active host agent"),
+    "etcd_terminated": _struck("etcd", Way.TERMINATED, Part.ETCD, "SIGTERM of etcd"),
+    "busy_cores": Entry(lambda c: BusyCores(c, _BUSY_S), Part.HOSTS, "other processes use all cores for a while", 0.5),
     # -- in a state
-    "engine_killed_generating": _struck("engine", Way.KILLED, Kind.ENGINE, "kill -9 of an engine that generates",
+    "engine_killed_generating": _struck("engine", Way.KILLED, Part.ENGINES, "kill -9 of an engine that generates",
                                         state=states.GENERATING),
-    "engine_killed_applying": _struck("engine", Way.KILLED, Kind.ENGINE,
+    "engine_killed_applying": _struck("engine", Way.KILLED, Part.ENGINES,
                                       "kill -9 of an engine that has begun to apply a version", state=states.APPLYING),
-    "engine_killed_draining": _struck("engine", Way.KILLED, Kind.ENGINE, "kill -9 of an engine that drains",
+    "engine_killed_draining": _struck("engine", Way.KILLED, Part.ENGINES, "kill -9 of an engine that drains",
                                       state=states.DRAINING),
-    "trainer_rank_killed_publishing": _struck("trainer_rank", Way.KILLED, Kind.TRAINER,
+    "trainer_rank_killed_publishing": _struck("trainer_rank", Way.KILLED, Part.TRAINER,
                                               "kill -9 of a rank before its version is committed",
                                               state=states.PUBLISHING),
-    "trainer_rank_paused_publishing": _struck("trainer_rank", Way.PAUSED, Kind.TRAINER,
+    "trainer_rank_paused_publishing": _struck("trainer_rank", Way.PAUSED, Part.TRAINER,
                                               "zombie publisher: a rank is stopped before its version is committed, "
                                               "and comes back", state=states.PUBLISHING),
-    "dcs_killed_publishing": _struck("dcs", Way.KILLED, Kind.DCS, "kill -9 of the DCS node while a version is written",
+    "dcs_killed_publishing": _struck("dcs", Way.KILLED, Part.DCS, "kill -9 of the DCS node while a version is written",
                                      state=states.PUBLISHING),
-    "driver_killed_taking_over": _struck("driver", Way.KILLED, Kind.DRIVER,
+    "driver_killed_taking_over": _struck("driver", Way.KILLED, Part.DRIVER,
                                          "kill -9 of the driver, and of the next one while it takes over",
                                          state=states.DRIVER_TAKING_OVER),
-    "coordinator_killed_taking_over": _struck("coordinator", Way.KILLED, Kind.COORDINATOR,
+    "coordinator_killed_taking_over": _struck("coordinator", Way.KILLED, Part.COORDINATORS,
                                               "kill -9 of the leader, and of the next one before it has announced "
                                               "itself", state=states.LEADER_TAKING_OVER),
     # -- storage and etcd
-    "dcs_disk_refuses_writes": Entry(lambda c: DiskRefusesWrites(c, _DISK_S), Kind.DCS,
-                                     f"no file of the DCS node may grow for {_DISK_S:g} s", 0.5, undoable=True,
+    "dcs_disk_refuses_writes": Entry(lambda c: DiskRefusesWrites(c, _DISK_S), Part.DCS,
+                                     f"no file of the DCS node may grow for {_DISK_S:g} s", 0.5,
                                      needs=frozenset({Need.DISK})),
-    "chunk_bits_flipped": Entry(lambda c: ChunksDamaged(c, torn=False), Kind.DCS,
+    "chunk_bits_flipped": Entry(lambda c: ChunksDamaged(c, torn=False), Part.DCS,
                                 "a bit of each chunk on disk flips while the node is down; an engine reads them", 0.5,
                                 needs=frozenset({Need.DISK})),
-    "chunks_torn": Entry(lambda c: ChunksDamaged(c, torn=True), Kind.DCS,
+    "chunks_torn": Entry(lambda c: ChunksDamaged(c, torn=True), Part.DCS,
                          "each chunk on disk loses its end while the node is down; an engine reads them", 0.5,
                          needs=frozenset({Need.DISK})),
     _ETCD_SLOW: Entry(lambda c: EtcdPulsed(c, _ETCD_SLOW, seconds=_PULSES_S, stopped_s=0.15, running_s=0.1,
-                                           loses_answers=False), Kind.ETCD,
-                      "etcd is stopped for moments, as by a disk whose fsync is slow", 0.5, undoable=True),
+                                           loses_answers=False), Part.ETCD,
+                      "etcd is stopped for moments, as by a disk whose fsync is slow", 0.5),
     _ANSWERS_LOST: Entry(lambda c: EtcdPulsed(c, _ANSWERS_LOST, seconds=_PULSES_S, stopped_s=0.8, running_s=0.4,
-                                              loses_answers=True), Kind.ETCD,
-                         "etcd is stopped for longer than a call waits: writes are made whose answers are lost", 0.5,
-                         undoable=True),
-    "etcd_compacted_past_watcher": Entry(CompactedPastWatcher, Kind.ETCD,
-                                         "etcd is restarted and compacted past what the leader has watched", 0.5,
-                                         undoable=True),
-    "foreign_records": Entry(lambda c: ForeignRecords(c, _RECORDS_S), Kind.ETCD,
+                                              loses_answers=True), Part.ETCD,
+                         "etcd is stopped for longer than a call waits: writes are made whose answers are lost", 0.5),
+    "etcd_compacted_past_watcher": Entry(CompactedPastWatcher, Part.ETCD,
+                                         "etcd is restarted and compacted past what the leader has watched", 0.5),
+    "foreign_records": Entry(lambda c: ForeignRecords(c, _RECORDS_S), Part.ETCD,
                              "etcd has records of a later release, and one that is none", 0.5),
     # -- logical
-    "stale_leader": Entry(StaleLeader, Kind.COORDINATOR, "the leader is stopped until another leads, and comes back",
-                          undoable=True),
-    "zombie_driver": Entry(lambda c: ZombieDriver(c, _DRIVER_STOPPED_S), Kind.DRIVER,
-                           "the driver is stopped until the next one has taken over, and comes back", undoable=True),
-    "racing_requests": Entry(RacingRequests, Kind.API, "clients of the API change one pool at the same time"),
+    "stale_leader": Entry(StaleLeader, Part.COORDINATORS, "the leader is stopped until another leads, and comes back"),
+    "zombie_driver": Entry(lambda c: ZombieDriver(c, _DRIVER_STOPPED_S), Part.DRIVER,
+                           "the driver is stopped until the next one has taken over, and comes back"),
+    "racing_requests": Entry(RacingRequests, Part.API, "clients of the API change one pool at the same time"),
 }
+FAULTS: Mapping[str, Entry] = {**_PARTS_LOST, **_OTHERS}
 
 
 def weights(has: Set[Need]) -> Mapping[str, float]:
     """The faults that are possible where these needs are met, as a catalogue of ``nemesis.schedule.drawn``."""
-    return {name: entry.weight for name, entry in ENTRIES.items() if entry.needs <= has}
+    return {name: entry.weight for name, entry in FAULTS.items() if entry.needs <= has}
 
 
-WEIGHTS: Mapping[str, float] = weights(frozenset({Need.PTRACE, Need.DISK}))
-"""What ``train --faults`` can play: the injector is a thread of the process of the run."""
+WEIGHTS: Mapping[str, float] = {name: entry.weight for name, entry in _PARTS_LOST.items()}
+"""The faults in which a whole part is lost or away: a catalogue of ``nemesis.schedule.drawn``."""
 
 
-def plan_of(schedule: Schedule) -> FaultPlan:
-    """The plan of the injector that plays a schedule."""
-    def plan(context: FaultContext, _steps: int) -> list[tuple[int, Sequence[Fault]]]:
-        return [(strike.step, [ENTRIES[name].make(context) for name in strike.faults]) for strike in schedule.strikes]
+@dataclass(frozen=True)
+class _HostEntry:
+    """A fault that needs test hosts."""
+
+    make: Callable[[HostsContext], HostFault]
+    weight: float = 1.0
+
+
+_IMPAIRED_S = 20.0
+_SLOW, _LATE = Impairment(bytes_per_s=48 << 10), Impairment(delay_s=0.15, jitter_s=0.1)
+_LOSSY = Impairment(loss=0.2)
+HOST_FAULTS: Mapping[str, _HostEntry] = {
+    "holder_host_cut": _HostEntry(lambda c: HostCut(c, Victim.HOLDER), 2.0),
+    "leader_host_apart": _HostEntry(lambda c: HostApart(c, Victim.LEADER), 3.0),
+    "holder_host_apart": _HostEntry(lambda c: HostApart(c, Victim.HOLDER)),
+    "leader_host_deaf": _HostEntry(lambda c: HostDeaf(c, Victim.LEADER), 2.0),
+    "etcd_leader_host_deaf": _HostEntry(lambda c: HostDeaf(c, Victim.ETCD_LEADER)),
+    "holder_host_mute": _HostEntry(lambda c: HostMute(c, Victim.HOLDER), 2.0),
+    "holder_host_powered_off": _HostEntry(lambda c: HostPoweredOff(c, Victim.HOLDER), 2.0),
+    "leader_host_powered_off": _HostEntry(lambda c: HostPoweredOff(c, Victim.LEADER), 2.0),
+    "bystander_host_powered_off": _HostEntry(lambda c: HostPoweredOff(c, Victim.BYSTANDER)),
+    "etcd_leader_host_slow": _HostEntry(lambda c: LinkImpaired(c, Victim.ETCD_LEADER, "slow", _SLOW, _IMPAIRED_S)),
+    "leader_host_late": _HostEntry(lambda c: LinkImpaired(c, Victim.LEADER, "late", _LATE, _IMPAIRED_S)),
+    "holder_host_lossy": _HostEntry(lambda c: LinkImpaired(c, Victim.HOLDER, "lossy", _LOSSY, _IMPAIRED_S)),
+    "leader_host_coordinator_killed": _HostEntry(coordinator_killed, 2.0),
+    "etcd_leader_host_etcd_killed": _HostEntry(etcd_killed, 2.0),
+    "etcd_quorum_stopped": _HostEntry(lambda c: EtcdQuorumStopped(c, _ETCD_AWAY_S)),
+}
+"""Faults of the hosts of a cluster, which need test hosts (``target_hosts``)."""
+HOST_WEIGHTS: Mapping[str, float] = {name: entry.weight for name, entry in HOST_FAULTS.items()}
+
+
+def plan_of(schedule: Schedule, guard: Callable[[str, Fault], Fault] = lambda name, fault: fault) -> FaultPlan:
+    """The plan of the injector that plays a schedule. ``guard``: makes of a fault, by its name, the one that is
+    injected."""
+    def turn(step: int, second: float) -> Turn:
+        return Elapsed(second) if schedule.by_time else step
+
+    def plan(context: FaultContext, _steps: int) -> list[tuple[Turn, Sequence[Fault]]]:
+        return [(turn(strike.step, strike.second),
+                 [guard(name, FAULTS[name].make(context)) for name in strike.faults]) for strike in schedule.strikes]
     return plan

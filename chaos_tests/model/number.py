@@ -19,6 +19,11 @@ class State:
     """False: the number has changed since then, by a write whose answer was lost."""
     keys: frozenset[str] = field(default=frozenset())
     """Idempotency keys of the writes that were carried out."""
+    seen: bool = True
+    """False: no client was told the number yet, whatever it is."""
+
+
+UNSEEN = State(0, 0, exact=False, seen=False)
 
 
 @dataclass(frozen=True)
@@ -27,11 +32,13 @@ class VersionedNumber:
     [number, revision]. Revisions grow; a write of the number that is there changes nothing; nor does one whose
     idempotency key was there already."""
 
-    initial: State
+    initial: State = UNSEEN
 
     def step(self, state: State, operation: Operation) -> State | None:
         if operation.call == READ:
             return state if operation.ended_s is None else self._seen(state, *operation.result)
+        if not state.seen:
+            return self._first_write(state, operation)
         value, key = operation.argument if isinstance(operation.argument, (list, tuple)) else (operation.argument, "")
         if key and key in state.keys:  # it was repeated: its answer is the number as it is by then
             return state if operation.ended_s is None else self._seen(state, *operation.result)
@@ -48,8 +55,18 @@ class VersionedNumber:
         return State(value, revision, keys=keys) if revision > state.revision else None
 
     @staticmethod
+    def _first_write(state: State, operation: Operation) -> State | None:
+        """It may be of the number that was there. The revision that a client is told is known from then on."""
+        value, key = operation.argument if isinstance(operation.argument, (list, tuple)) else (operation.argument, "")
+        keys = state.keys | {key} if key else state.keys
+        if operation.ended_s is None:
+            return State(value, 0, exact=False, keys=keys)
+        told, revision = operation.result
+        return State(value, revision, keys=keys) if told == value else None
+
+    @staticmethod
     def _seen(state: State, value: int, revision: int) -> State | None:
-        if value != state.value:
+        if state.seen and value != state.value:
             return None
         if state.exact:
             return state if revision == state.revision else None

@@ -1,4 +1,4 @@
-"""Schedules of faults: which ones happen at which step of a run. Pure.
+"""Schedules of faults: which ones happen when in a run, by its steps or by time. Pure.
 
 A schedule follows from its seed, but it is the file that reproduces a run: another release may draw other faults.
 """
@@ -7,54 +7,75 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-FORM = 1
+FORM = 2
 """Form of the file. One of another form is refused."""
 
 
 @dataclass(frozen=True)
 class Strike:
-    """Faults that happen at once when a step has been done. Names are those of the catalogue."""
+    """Faults that happen at once. Names are those of the catalogue."""
 
     step: int
+    """They happen when this step has been done; 0 in a schedule by time."""
     faults: tuple[str, ...]
+    second: float = 0.0
+    """They happen so many seconds after the first step; 0 in a schedule by steps."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """``steps``: of the run. The last strike comes early enough that the run recovers before its end, which is what its
-    final state is read after."""
+    """The last strike comes early enough that the run recovers before its end, which is what its final state is read
+    after."""
 
     seed: int
+    """Of what is drawn, and of the job."""
     steps: int
+    """Of the run; 0 in a schedule by time: as many as it does."""
     strikes: tuple[Strike, ...]
+    minutes: float = 0.0
+    """Of a run by time, from its first step; 0 in a schedule by steps."""
+    scenario: str = ""
+    settings: tuple[str, ...] = ()
+    """Settings of the job beside those of its scenario, each as ``--key.sub=value``."""
 
     @property
     def faults(self) -> int:
         return sum(len(strike.faults) for strike in self.strikes)
 
+    @property
+    def by_time(self) -> bool:
+        return self.minutes > 0
+
     def to_json(self) -> str:
-        return json.dumps({"form": FORM, **asdict(self)}, indent=1)
+        return json.dumps({"form": FORM, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, catalogue: Sequence[str]) -> Schedule:
+    def from_json(cls, text: str, catalogue: Collection[str]) -> Schedule:
         """Raises ValueError for what is no schedule of this form, or names faults that are not in the catalogue."""
         read = json.loads(text)
         if not isinstance(read, dict) or read.get("form") != FORM:
             raise ValueError(f"this is no schedule of form {FORM}")
         try:
-            strikes = tuple(Strike(_whole(s["step"]), tuple(map(str, s["faults"]))) for s in read["strikes"])
-            found = cls(_whole(read["seed"]), _whole(read["steps"]), strikes)
+            strikes = tuple(Strike(_whole(s["step"]), tuple(map(str, s["faults"])), float(s["second"]))
+                            for s in read["strikes"])
+            found = cls(_whole(read["seed"]), _whole(read["steps"]), strikes, float(read["minutes"]),
+                        str(read["scenario"]), tuple(map(str, read["settings"])))
         except (KeyError, TypeError) as e:
             raise ValueError(f"the schedule cannot be read: {type(e).__name__} {e}") from e
         if unknown := {name for strike in strikes for name in strike.faults} - {*catalogue}:
             raise ValueError(f"unknown faults: {', '.join(sorted(unknown))}; known: {', '.join(sorted(catalogue))}")
-        steps = [strike.step for strike in strikes]
-        if steps != sorted(set(steps)) or (steps and not 1 <= steps[0] <= steps[-1] <= found.steps):
-            raise ValueError("strikes are at steps of the run, each at its own, in order")
+        if found.by_time:
+            turns, last = [strike.second for strike in strikes], found.minutes * 60
+            mixed = found.steps or any(strike.step for strike in strikes)
+        else:
+            turns, last = [float(strike.step) for strike in strikes], float(found.steps)
+            mixed = any(strike.second for strike in strikes)
+        if mixed or turns != sorted(set(turns)) or (turns and not 0 < turns[0] <= turns[-1] <= last):
+            raise ValueError("strikes are at steps of the run, or at seconds of it, each at its own, in order")
         return found
 
 
@@ -91,6 +112,15 @@ def drawn(seed: int, steps: int, faults: int, catalogue: Mapping[str, float], *,
     places = sorted(choose.sample(range(spare), len(groups)))
     at = [1 + before + place + i * (apart - 1) for i, place in enumerate(places)]
     return Schedule(seed, steps, tuple(Strike(step, group) for step, group in zip(at, groups, strict=True)))
+
+
+def drawn_by_time(seed: int, minutes: float, faults: int, catalogue: Mapping[str, float], *, together: float = 0.25,
+                  before_s: int = 20, apart_s: int = 10, after_s: int = 60) -> Schedule:
+    """As ``drawn``, of a run of so many minutes, with whole seconds in the place of steps."""
+    found = drawn(seed, int(minutes * 60), faults, catalogue, together=together, before=before_s, apart=apart_s,
+                  after=after_s)
+    return replace(found, steps=0, minutes=minutes,
+                   strikes=tuple(Strike(0, strike.faults, float(strike.step)) for strike in found.strikes))
 
 
 def shrunk(schedule: Schedule, fails: Callable[[Schedule], bool], *, tries: int) -> Schedule:

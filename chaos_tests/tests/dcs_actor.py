@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from dcs_publisher_loop import CHUNK_BYTES, content
-
+from chaos_tests.traffic.dcs import CHUNK_BYTES, content
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.fetch.puller import Puller

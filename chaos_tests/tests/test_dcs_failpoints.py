@@ -16,13 +16,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from dcs_publisher_loop import CHUNK_BYTES, content
+from evidence import broken_rules, observed
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
 from support.forked import ForkedProcess
 from support.tiers import parametrize
 from support.waiting import wait_until
 
+from chaos_tests.traffic.dcs import CHUNK_BYTES, content
 from elastic_rl.dcs.catalog import pins, reads, transitions
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
@@ -51,6 +52,8 @@ class OneNode:
     keys: Keys
     folder: Path
     epoch: int
+    since: int
+    """Revision of etcd at which it all began."""
     node: subprocess.Popen[bytes] | None = None
 
     def start_node(self, point: str = "") -> None:
@@ -112,6 +115,12 @@ class OneNode:
         assert len(list(SHM.glob(f"elastic-rl-{self.keys.job}-*"))) == 1
         wait_until(lambda: not list(self.folder.rglob("*.partial")), what="the end of partial files")
 
+    def require_rules(self) -> None:
+        """All that etcd held since the beginning kept the rules."""
+        events = observed(self.etcd, self.keys, self.since)
+        assert any(e["key"] == self.keys.stream_head("policy") for e in events), "the observer saw no commit"
+        assert broken_rules(events) == []
+
 
 EVERY_POINT = {"proved_in": "chaos_tests/tests/test_dcs_failpoints.py tests/integration/dcs/test_catalog_machine.py",
                "why": "a kill at each further point of a process whose first point is killed by default"}
@@ -119,12 +128,14 @@ EVERY_POINT = {"proved_in": "chaos_tests/tests/test_dcs_failpoints.py tests/inte
 
 @pytest.fixture
 def dcs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[OneNode]:
-    out = OneNode(etcd_servers, etcd, keys, tmp_path, fencing.raise_epoch(etcd, keys, "test").number)
+    since = etcd.revision() + 1
+    out = OneNode(etcd_servers, etcd, keys, tmp_path, fencing.raise_epoch(etcd, keys, "test").number, since)
     out.start_node()
     try:
         yield out
     finally:
         out.stop_node()
+    out.require_rules()
 
 
 @parametrize("point", failpoints.PUBLISHER, **EVERY_POINT)

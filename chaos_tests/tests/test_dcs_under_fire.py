@@ -1,29 +1,27 @@
 """Nodes are killed, one at a time, while a publisher publishes two copies of each version and eight pullers follow.
 
 Judged by I2 (what is seen is whole), I3 (no committed version is lost while one node of two copies is), I8 and I10
-(every pull ends, with the version or a typed error, and the pullers catch up).
+(every pull ends, with the version or a typed error, and the pullers catch up); by the model of a catalog over what the
+clients were told, and by the replay checkers over what the observer saw.
 """
 
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dcs_publisher_loop import CHUNK_BYTES, content
-from follower import Follower
+from evidence import broken_rules, observed, unexplained
 from support.dcs_nodes import Nodes
 from support.etcd_server import EtcdServers
 from support.tiers import full, parametrize
 from support.waiting import wait_until
 
+from chaos_tests.history import Recorder
+from chaos_tests.traffic.dcs import Follower, Publishers, SteppedPublisher, raise_epoch
 from elastic_rl.dcs.catalog import reads
-from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.storage.arena import SHM
-from elastic_rl.errors import ElasticRLError
-from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
@@ -40,32 +38,6 @@ class Fleet(Nodes):
         self.start_node(node, disk_bytes=256 << 20, orphan_grace_s=0)
 
 
-class Trainer(threading.Thread):
-    """Publishes through node a, as a trainer on its host would; a publish that fails is skipped."""
-
-    def __init__(self, etcd: EtcdClient, keys: Keys, epoch: int) -> None:
-        super().__init__(name="trainer", daemon=True)
-        self.publisher = Publisher(etcd, keys, "policy", epoch=epoch, owner="trainer", chunk_bytes=CHUNK_BYTES,
-                                   replicas=2, staging_ttl_s=2, io_timeout_s=10, node="a")
-        self.committed: list[int] = []
-        self.failed = 0
-        self.stopping = threading.Event()
-
-    def run(self) -> None:
-        seed = 0
-        while not self.stopping.wait(0.1):
-            seed += 1
-            try:
-                self.committed.append(self.publisher.publish(content(seed), meta={"seed": seed}).number)
-            except ElasticRLError:
-                self.failed += 1
-
-    def close(self) -> None:
-        self.stopping.set()
-        self.join(timeout=60)
-        self.publisher.close()
-
-
 @pytest.fixture
 def fleet(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[Fleet]:
     out = Fleet(etcd_servers=etcd_servers, etcd=etcd, keys=keys, folder=tmp_path)
@@ -79,13 +51,17 @@ def fleet(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Pat
 
 @full(proved_in="tests/integration/dcs/test_dcs_fetch.py tests/integration/dcs/test_publish.py",
       why="kills of any node for as long as eight pullers follow, in place of one")
-def test_pullers_follow_the_head_while_nodes_are_killed(fleet: Fleet, etcd: EtcdClient, keys: Keys) -> None:
-    rng = random.Random(11)
-    trainer = Trainer(etcd, keys, fencing.raise_epoch(etcd, keys, "test").number)
-    followers = [Follower(etcd, keys, NODES[i % 3], f"follower-{i}") for i in range(PULLERS)]
-    threads = [trainer, *followers]
-    for thread in threads:
-        thread.start()
+@pytest.mark.parametrize("seed", [11, 12, 13])
+def test_pullers_follow_the_head_while_nodes_are_killed(fleet: Fleet, etcd: EtcdClient, keys: Keys, seed: int) -> None:
+    rng, recorder, since = random.Random(seed), Recorder(), etcd.revision() + 1
+    epoch = raise_epoch(etcd, keys, "test", recorder)
+    trainer = Publishers(  # through node a, as a trainer on its host would
+        lambda name, recorder: SteppedPublisher(etcd, keys, epoch, name, recorder, node="a", replicas=2),
+        recorder=recorder)
+    followers = [Follower(etcd, keys, NODES[i % 3], f"follower-{i}", recorder=recorder) for i in range(PULLERS)]
+    traffic = [trainer, *followers]
+    for clients in traffic:
+        clients.start()
     interrupted = 0
     try:
         wait_until(lambda: all(f.seen for f in followers), what="a first version everywhere")
@@ -94,38 +70,42 @@ def test_pullers_follow_the_head_while_nodes_are_killed(fleet: Fleet, etcd: Etcd
             wait_until(lambda: any(f.pulling for f in followers), what="a pull in progress", poll_s=0.001)
             interrupted += any(f.pulling for f in followers)
             fleet.kill(victim)
-            before = len(trainer.committed)
             fleet.start(victim)
-            wait_until(lambda before=before: len(trainer.committed) > before, what="the next commit")
+            trainer.more(1)
         trainer.close()
         last = trainer.committed[-1]
         wait_until(lambda: all(f.seen[-1] >= last for f in followers), what="every follower at the head")
     finally:
-        for thread in threads:
-            thread.close()
+        for clients in traffic:
+            clients.close()
     assert interrupted == KILLS
-    assert sum(sum(f.failures.values()) for f in followers) + trainer.failed > 0, "no kill had an effect"
+    assert any(clients.failures for clients in traffic), "no kill had an effect"
     assert [f.torn for f in followers] == [[]] * PULLERS                                        # I2
     assert all(f.seen == sorted(set(f.seen)) for f in followers)                                # I3: never back
     assert trainer.committed == sorted(set(trainer.committed))
     assert len(list(SHM.glob(f"elastic-rl-{keys.job}-*"))) == len(NODES)                        # I8
+    assert unexplained(recorder.operations()) == []
+    assert broken_rules(observed(etcd, keys, since)) == []
 
 
 @parametrize("lost", NODES, by_default=0,
              proved_in="tests/integration/dcs/test_dcs_repair.py",
              why="the loss of each node")
 def test_loss_of_one_node_loses_no_committed_version(fleet: Fleet, etcd: EtcdClient, keys: Keys, lost: str) -> None:
-    epoch = fencing.raise_epoch(etcd, keys, "test").number
-    with Publisher(etcd, keys, "policy", epoch=epoch, owner="trainer", chunk_bytes=CHUNK_BYTES, replicas=2,
-                   staging_ttl_s=30, io_timeout_s=10, node="a") as publisher:
-        for seed in (1, 2, 3):
-            publisher.publish(content(seed), meta={"seed": seed})
+    recorder, since = Recorder(), etcd.revision() + 1
+    epoch = raise_epoch(etcd, keys, "test", recorder)
+    publisher = SteppedPublisher(etcd, keys, epoch, "trainer", recorder, node="a", replicas=2, staging_ttl_s=30)
+    for seed in (1, 2, 3):
+        publisher.publish(seed)
+    publisher.close()
     fleet.kill(lost)  # and it does not come back
     kept = [v.number for v in reads.list_versions(etcd, keys, "policy") if v.state is VersionState.COMMITTED]
     assert kept == [1, 2, 3]
     survivor = next(n for n in NODES if n != lost)
-    follower = Follower(etcd, keys, survivor)
+    follower = Follower(etcd, keys, survivor, recorder=recorder)
     for number in kept:
         wait_until(lambda n=number: follower.pull(n), what=f"version {number}", poll_s=0.2)
     assert (follower.seen, follower.torn) == (kept, [])
-    follower.puller.close()
+    follower.close()
+    assert unexplained(recorder.operations()) == []
+    assert broken_rules(observed(etcd, keys, since)) == []

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -31,14 +32,66 @@ class Written:
     revision: int
 
 
-class PoolClients:
+class PoolCalls:
+    """Single calls, which write the history."""
+
+    def __init__(self, recorder: Recorder, headers: Mapping[str, str], verify: Any = None) -> None:
+        """``headers``: of each request; those of an operator. ``verify``: what trusts the replicas, as httpx has it."""
+        self.recorder, self._headers, self._verify = recorder, headers, verify
+
+    def patch(self, url: str, desired: int, *, client: str = "", timeout_s: float = 2.0) -> Written:
+        """One change, through the replica with this URL of the job."""
+        written = Written(url, 0, desired, 0)
+        with self.recorder.operation(client or url, POOL, WRITE, desired) as answer:
+            got = self._send("PATCH", f"{url}/pools/{POOL}", timeout_s, json={"desired": desired})
+            written = Written(url, got.status_code, desired, revision_of(got))
+            refuse_unless(got, 200)
+            answer.is_([desired, written.revision])
+        return written
+
+    def read(self, url: str, *, client: str = "", timeout_s: float = 2.0) -> bool:
+        """Returns whether there was an answer."""
+        with self.recorder.operation(client or url, POOL, READ) as answer:
+            try:
+                got = self._send("GET", f"{url}/pools/{POOL}", timeout_s)
+            except Unknown:
+                raise Refused from None
+            refuse_unless(got, 200)
+            answer.is_([got.json()["desired"], revision_of(got)])
+        return answer.known
+
+    def _send(self, method: str, url: str, timeout_s: float, **more: Any) -> httpx.Response:
+        return send(method, url, timeout_s, self._headers, self._verify, **more)
+
+
+def send(method: str, url: str, timeout_s: float, access: Mapping[str, str], verify: Any, *,
+         headers: Mapping[str, str] = {}, **more: Any) -> httpx.Response:
+    """The answer to a request. ``access``: headers of every request; ``headers``: of this one. Raises Refused where it
+    was not sent, and Unknown where its answer was lost."""
+    try:
+        return http_client.request(method, url, headers={**access, "If-Match": "*", **headers},
+                                   timeout=timeout_s, verify=verify, **more)
+    except (httpx.ConnectError, httpx.ConnectTimeout):
+        raise Refused from None
+    except httpx.HTTPError:
+        raise Unknown from None
+
+
+def refuse_unless(got: httpx.Response, status: int) -> None:
+    """Raises Unknown for an answer that says that the outcome is unknown, and Refused for any other but this one."""
+    if got.status_code == 504:
+        raise Unknown
+    if got.status_code != status:
+        raise Refused
+
+
+class PoolClients(PoolCalls):
     """Change and read the pool all the time, through each replica from a thread of its own."""
 
     def __init__(self, urls: Sequence[str], seed: int, headers: Mapping[str, str]) -> None:
-        """``urls``: URL of the job on each replica. ``headers``: of each request; those of an operator."""
+        """``urls``: URL of the job on each replica."""
+        super().__init__(Recorder(), headers)
         self.done: list[Written] = []
-        self.recorder = Recorder()
-        self._headers = headers
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._work, args=(url, random.Random(seed + n)), daemon=True)
                          for n, url in enumerate(urls)]
@@ -57,35 +110,6 @@ class PoolClients:
         self._stop.set()
         for thread in self._threads:
             thread.join(15)
-
-    def patch(self, url: str, desired: int, *, client: str = "", timeout_s: float = 2.0) -> Written:
-        """One change, through the replica with this URL of the job."""
-        written = Written(url, 0, desired, 0)
-        with self.recorder.operation(client or url, POOL, WRITE, desired) as answer:
-            try:
-                got = http_client.request("PATCH", f"{url}/pools/{POOL}", json={"desired": desired},
-                                          headers={**self._headers, "If-Match": "*"}, timeout=timeout_s)
-            except httpx.ConnectError:
-                raise Refused from None
-            except httpx.HTTPError:
-                raise Unknown from None
-            written = Written(url, got.status_code, desired, _revision(got))
-            if got.status_code == 504:
-                raise Unknown
-            if got.status_code != 200:
-                raise Refused
-            answer.is_([desired, written.revision])
-        return written
-
-    def read(self, url: str, timeout_s: float = 2.0) -> None:
-        with self.recorder.operation(url, POOL, READ) as answer:
-            try:
-                got = http_client.request("GET", f"{url}/pools/{POOL}", headers=self._headers, timeout=timeout_s)
-            except httpx.HTTPError:
-                raise Refused from None
-            if got.status_code != 200:
-                raise Refused
-            answer.is_([got.json()["desired"], _revision(got)])
 
     def violations(self, observed: Mapping[int, int]) -> list[Violation]:
         """Why the clients' answers are not those of one number. ``observed``: what the number was changed to, by
@@ -112,7 +136,7 @@ def with_observed(history: Sequence[Operation], observed: Mapping[int, int]) -> 
     return [o for o in history if o.ended_s is not None or o.call == READ or o.argument in unexplained]
 
 
-def _revision(answer: httpx.Response) -> int:
+def revision_of(answer: httpx.Response) -> int:
     return int(answer.headers.get("etag", '"0"').strip('"'))
 
 

@@ -23,20 +23,24 @@ class Verdict:
     """The pool's desired number by the revision of its change."""
 
 
-def check(changes: Sequence[Change], keys: Keys, pool: str = "rollout") -> Verdict:
-    """Replays the history transaction by transaction (changes of one revision belong together).
+def check(changes: Sequence[Change], keys: Keys, pool: str = "rollout", *, cluster: str = "") -> Verdict:
+    """Replays the history transaction by transaction (changes of one revision belong together). ``cluster``: name of
+    the job's cluster, where it has another one than the job.
 
     The candidate with the lowest create revision leads. What a replica wrote as the leader (a pool's change, the
     announcement of its term) must be at a revision before which it led.
     """
-    of_leaders = ClusterKeys(keys.job).leader_prefix()
+    of_leaders = ClusterKeys(cluster or keys.job).leader_prefix()
     verdict, candidates, leader = Verdict(), dict[str, int](), ""
     for revision, together in groupby(changes, key=lambda c: c.revision):
         batch = list(together)
         for change in batch:
             if change.key == keys.pool_spec(pool) and change.put:
-                verdict.desired[revision] = json.loads(change.value)["desired"]
-                if change.create != revision and not any(c.key.startswith(keys.events_prefix()) for c in batch):
+                before = next(reversed(verdict.desired.values()), None)
+                verdict.desired[revision] = desired = json.loads(change.value)["desired"]
+                # The driver that takes over writes other fields of it again.
+                if change.create != revision and desired != before and not any(
+                        c.key.startswith(keys.events_prefix()) for c in batch):
                     verdict.faults.append(f"{revision}: the pool changed without its event")
             for writer in _writers(change, keys):
                 if writer != leader:

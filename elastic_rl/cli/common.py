@@ -181,6 +181,11 @@ def _names_job(ctx: typer.Context, file: Path | None) -> bool:
     return file is not None or any(a.startswith("--job=") for a in ctx.args)
 
 
+def names_target(ctx: typer.Context, file: Path | None) -> bool:
+    """Whether the command line, or its file, names a job or a cluster."""
+    return not _given(ctx, file).keys().isdisjoint(("job", "cluster"))
+
+
 def set_job(ctx: typer.Context, job: str) -> None:
     """Turns the argument JOB of a command line, if it is given, into ``--job=JOB``."""
     if job:

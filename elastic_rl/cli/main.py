@@ -18,6 +18,7 @@ from elastic_rl.cli import (
     alerts,
     autoscale,
     changes,
+    chaos,
     completion,
     dashboard,
     debug,
@@ -65,6 +66,7 @@ app.add_typer(test_hosts.app, name="test-hosts")
 app.add_typer(versions.app, name="versions")
 app.add_typer(debug.app, name="debug")
 app.add_typer(etcd.app, name="etcd")
+app.add_typer(chaos.app, name="chaos")
 app.add_typer(run.config_app, name="config")
 
 

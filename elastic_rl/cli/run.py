@@ -61,6 +61,9 @@ def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostN
        hosts: Annotated[int, typer.Option(min=0, max=200, metavar="N", show_default=False, help=(
            "So many hosts in namespaces of this machine, host-1 to host-N, to try several hosts out; needs root. "
            "0: as many as before."))] = 0,
+       control_hosts: Annotated[int, typer.Option(min=0, max=200, metavar="N", show_default=False, help=(
+           "With --hosts: so many of them, from host-1 on, have a member of etcd and a coordinator, such as 3 of them, "
+           "any of which may then be lost. 0: as before; at first it is 1."))] = 0,
        insecure_network: Annotated[bool, typer.Option("--insecure-network", help=(
            "All users and hosts that reach the hosts of this cluster are trusted: jobs may use what talks without a "
            "password between hosts (train.queue=transfer_queue)."))] = False,
@@ -82,11 +85,11 @@ def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostN
     if insecure_network:
         ctx.args.append("--coordinator.insecure_network=true")
     cluster, names_job = cluster_to_start(ctx, file, say=_say)
-    if hosts or test_hosts.hosts_of(cluster).are_beside:
+    if hosts or control_hosts or test_hosts.hosts_of(cluster).are_beside:
         if names_job or address or name or label or preemption_notice or foreground:
             raise ConfigError("hosts on this machine have names and addresses already, and no job yet", hint=(
                 "leave out what is of one host; `elastic-rl train --cluster=NAME --job=NAME` adds a job"))
-        _up_hosts(cluster, hosts)
+        _up_hosts(cluster, hosts, control_hosts)
         return
     before = cluster_settings.snapshot(cluster.paths.settings)
     with signals_interrupt(), cluster.in_foreground() if foreground else contextlib.nullcontext():
@@ -121,12 +124,12 @@ def _admit(ctx: typer.Context, file: Path | None, cluster: Cluster, before: byte
         raise
 
 
-def _up_hosts(cluster: Cluster, count: int) -> None:
-    """Brings up hosts in namespaces of this machine; 0: as many as there were."""
+def _up_hosts(cluster: Cluster, count: int, control_hosts: int) -> None:
+    """Brings up hosts in namespaces of this machine; 0: as many as there were, of which as many have etcd."""
     from elastic_rl.host import kept_state
     test = test_hosts.hosts_of(cluster)
     with first_signal_interrupts():
-        info = test.up(count)
+        info = test.up(count, control_hosts=control_hosts)
     out.print(f"up: {cluster.cfg.cluster_name}", highlight=False)
     _print_access(cluster.cfg, info, with_job=False)
     options = kept_state.cluster_options(cluster.cfg)

@@ -70,9 +70,33 @@ def cut(ctx: typer.Context, host: _Host, file: File = None) -> None:
     say(f"{host} is cut off")
 
 
+@app.command("block", **EXTRA)
+def block(ctx: typer.Context, sender: _Host, receiver: Annotated[str, typer.Argument(
+              metavar="RECEIVER", help="Name of the host that it does not reach.")], file: File = None) -> None:
+    """Have what a host sends to another one get lost. What the other one sends arrives."""
+    _hosts(ctx, file).block(sender, receiver)
+    say(f"{sender} does not reach {receiver}")
+
+
+@app.command("impair", **EXTRA)
+def impair(ctx: typer.Context, host: _Host, file: File = None,
+           delay: Annotated[float, typer.Option(min=0, max=60e3, metavar="MS", help="Delay, each way.")] = 0.0,
+           jitter: Annotated[float, typer.Option(min=0, max=60e3, metavar="MS", help=(
+               "Up to so much more, drawn for each frame."))] = 0.0,
+           loss: Annotated[float, typer.Option(min=0, max=1, metavar="SHARE", help=(
+               "Share of the frames that get lost, each way, such as 0.05."))] = 0.0,
+           rate: Annotated[float, typer.Option(min=0, metavar="KIB", help=(
+               "KiB that pass in a second, each way. 0: any number."))] = 0.0) -> None:
+    """Have a host's link to the network be late, lossy or slow."""
+    from elastic_rl.host.test_hosts.impaired_link import Impairment
+    impairment = Impairment(delay / 1e3, jitter / 1e3, loss, rate * 1024)
+    _hosts(ctx, file).impair(host, impairment)
+    say(f"the link of {host} has {impairment}")
+
+
 @app.command("heal", **EXTRA)
 def heal(ctx: typer.Context, host: _Host, file: File = None) -> None:
-    """Put a host that was cut off on the network again."""
+    """Put a host on the network again that was cut off, blocked or impaired."""
     _hosts(ctx, file).heal(host)
     say(f"{host} is on the network")
 

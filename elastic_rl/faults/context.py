@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +15,7 @@ import psutil
 from elastic_rl.config import ROLLOUT_POOL, Config
 from elastic_rl.config.groups import ACTOR
 from elastic_rl.coordinator.client.admin_client import AdminClient
+from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable, readable_one
@@ -34,6 +36,10 @@ from elastic_rl.runtime.waiting import wait_until
 INJECT_TIMEOUT_S = 600.0
 
 
+class InjectionEnded(ElasticRLError):
+    """No further fault is to be injected: the run has ended, or an operator has aborted the injection."""
+
+
 class Fault(Protocol):
     """One fault. ``inject`` returns (target, witness) once the fault was seen to happen.
 
@@ -52,10 +58,35 @@ class Fault(Protocol):
 class FaultContext:
     """The running job: its configuration, its records in etcd, and the admin API."""
 
-    def __init__(self, cfg: Config, etcd: EtcdClient, keys: Keys, api: AdminClient, undo: Path | None = None) -> None:
-        """``undo``: the folder in which faults note how they are undone; None: one of the job."""
-        self.cfg, self.etcd, self.keys, self.api = cfg, etcd, keys, api
-        self.undo = UndoRegistry(undo or JobPaths.of(cfg).private / "faults")
+    def __init__(self, cfg: Config, etcd: EtcdClient, keys: Keys, api: AdminClient, *, undo: UndoRegistry | None = None
+                 ) -> None:
+        """``undo``: where what has to be undone is noted before it is done; None: in a folder of the job."""
+        self.cfg, self.keys, self.api = cfg, keys, api
+        self._undo = undo
+        self.ended = threading.Event()
+        """Set once no further fault is to be injected. A fault that waits for its moment then gives up."""
+        self._etcd = etcd
+
+    @property
+    def undo(self) -> UndoRegistry:
+        return self._undo or UndoRegistry(JobPaths.of(self.cfg).private / "faults")
+
+    @property
+    def etcd(self) -> EtcdClient:
+        """Raises InjectionEnded: every fault reads etcd before it does anything."""
+        if self.ended.is_set():
+            raise InjectionEnded("the injection of faults was ended")
+        return self._etcd
+
+    def stop(self, process: psutil.Process) -> str:
+        """SIGSTOP of a process, which is noted before; returns the witness that it was seen to stop."""
+        self.undo.note(Undo.CONTINUE, process.pid)
+        suspend(process)
+        return f"pid {process.pid} was sent SIGSTOP and seen to stop"
+
+    def service(self, name: str) -> int:
+        """Process id of a service of the cluster on this host; 0 when it does not run."""
+        return next((r.pid for r in ServiceFiles(ClusterPaths.of(self.cfg).services).running() if r.name == name), 0)
 
     def engines(self, pool: str = ROLLOUT_POOL) -> list[Engine]:
         items, _ = self.etcd.range(self.keys.engines_of_pool(pool))
@@ -72,10 +103,6 @@ class FaultContext:
         """Process id of the router of a pool; 0 when none runs."""
         record = compute_services(JobPaths.of(self.cfg)).get(router_service(pool))
         return record.pid if record is not None and record.running else 0
-
-    def service(self, name: str) -> int:
-        """Process id of a service of the cluster on this host; 0 when it does not run."""
-        return next((r.pid for r in ServiceFiles(ClusterPaths.of(self.cfg).services).running() if r.name == name), 0)
 
     def step(self) -> int:
         """RL steps that the job has done; 0 before the RL phase."""
@@ -111,29 +138,29 @@ class FaultContext:
         return readable_one(self.etcd.get(self.keys.job_status()), JobStatus)
 
 
-def command(process: psutil.Process) -> str:
-    """The command line of a process; "" of one that has ended."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
-
-
 @contextlib.contextmanager
 def stopped(context: FaultContext, *processes: psutil.Process) -> Iterator[None]:
     """Inside, the processes are stopped; at the end they go on, whatever happens. Raises psutil.NoSuchProcess."""
     with contextlib.ExitStack() as undone:
         for process in processes:
             undone.enter_context(context.undo.noted(Undo.CONTINUE, process.pid))
-            stop(process)
+            suspend(process)
         yield
 
 
-def stop(process: psutil.Process) -> None:
-    """SIGSTOP; returns once the process is seen to be stopped. Note first how it is undone."""
+def suspend(process: psutil.Process) -> None:
+    """SIGSTOP; returns once the process is seen to be stopped. How that is undone must have been noted."""
     process.suspend()
     wait_until(lambda: process.status() == psutil.STATUS_STOPPED, timeout_s=INJECT_TIMEOUT_S,
                what=f"the stop of pid {process.pid}", poll_s=0.005)
+
+
+def command(process: psutil.Process) -> str:
+    """The command line of a process; "" of one that has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def kill(pid: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -49,9 +48,9 @@ class EtcdPulsed(Killed):
             while time.monotonic() < end:
                 with stopped(self.context, psutil.Process(pid)):
                     write = thread.submit(hasty.put, key, str(pulses).encode(), lease=lease)
-                    threading.Event().wait(self.stopped_s)
+                    self.context.ended.wait(self.stopped_s)
                 pulses += 1
-                threading.Event().wait(self.running_s)
+                self.context.ended.wait(self.running_s)
                 try:
                     write.result(timeout=INJECT_TIMEOUT_S)
                 except EtcdUnavailable:
@@ -133,7 +132,7 @@ class ForeignRecords(Killed):
         try:
             for key, value in records.items():
                 etcd.put(key, value, lease=lease)
-            threading.Event().wait(self.seconds)
+            self.context.ended.wait(self.seconds)
             left = sum(etcd.get(key) is not None for key in records)
         finally:
             etcd.revoke(lease)

@@ -11,17 +11,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import psutil
+from typing import Any, Protocol, TypeVar
 
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable
-from elastic_rl.faults.context import Fault, FaultContext
+from elastic_rl.faults.context import Fault, FaultContext, InjectionEnded
 from elastic_rl.faults.kinds import CoordinatorKilled, EngineKilled, PoolScaled, TrainerRankKilled
-from elastic_rl.pipeline.records.run_log import RunLog
-from elastic_rl.report.build import read_records
+from elastic_rl.report.build import read_records_since
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +27,24 @@ _AWAY_PAUSE_S = 1.0
 """Pause between two readings while etcd does not answer."""
 T = TypeVar("T")
 
-FaultPlan = Callable[[FaultContext, int], list[tuple[int, Sequence[Fault]]]]
-"""Returns (step, faults), in order, for the context and the run's number of steps. Faults of one entry happen at once.
+@dataclass(frozen=True)
+class Elapsed:
+    """A turn by time: so many seconds after the injector has first seen a step of the run."""
+
+    seconds: float
+
+
+Turn = int | Elapsed
+"""When faults have their turn: once this step was done, or once so much time has passed."""
+FaultPlan = Callable[[FaultContext, int], Sequence[tuple[Turn, Sequence[Fault]]]]
+"""Returns (turn, faults), in order, for the context and the run's number of steps. Faults of one entry happen at once.
 """
+
+
+class FaultRecords(Protocol):
+    """Takes the record of each fault once it is over, or given up."""
+
+    def write(self, kind: str, **fields: Any) -> None: ...
 
 
 def standard_faults(context: FaultContext, steps: int) -> list[tuple[int, Sequence[Fault]]]:
@@ -47,55 +59,111 @@ def standard_faults(context: FaultContext, steps: int) -> list[tuple[int, Sequen
 
 
 class FaultInjector(threading.Thread):
-    """Plays the entries of a plan. Each waits for its step, and for the recovery from the faults before it. An etcd
-    that is away makes it wait, however long."""
+    """Plays the entries of a plan. Each waits for its turn, and for the recovery from faults before it. An etcd that is
+    away makes it wait, however long."""
 
-    def __init__(self, context: FaultContext, run_log: RunLog, plan: list[tuple[int, Sequence[Fault]]], steps: Path
-                 ) -> None:
-        """``run_log``: for the records of the faults. ``steps``: the file with those of the run."""
+    def __init__(self, context: FaultContext, records: FaultRecords, plan: Sequence[tuple[Turn, Sequence[Fault]]],
+                 steps: Path, *, overlap: int = 1, heal_timeout_s: float = _HEAL_TIMEOUT_S) -> None:
+        """``steps``: the file with the records of the run's steps. ``overlap``: entries that may be under way at once,
+        before the run has recovered from them. ``heal_timeout_s``: a fault from which the run has not recovered by then
+        is given up."""
         super().__init__(name="fault-injector", daemon=True)
-        self.context, self.run_log, self.plan, self.steps = context, run_log, plan, steps
+        self.context, self.records, self.plan, self.steps = context, records, plan, steps
         self.stopping = threading.Event()
+        self.over = list[dict[str, Any]]()
+        """The records of the faults that are over, or given up."""
+        self.under_way = dict[Fault, float]()
+        """When each of the others has begun, unix s."""
+        self._heal_timeout_s = heal_timeout_s
+        self._rooms, self._lock = threading.Semaphore(overlap), threading.Lock()
+        self._began_s: float | None = None
 
     def run(self) -> None:
         try:
             self._play_plan()
-        except _Stopped:
+        except (_Stopped, InjectionEnded):
             return
 
+    def end(self) -> None:
+        """No further fault is injected, and none waited for."""
+        self.stopping.set()
+        self.context.ended.set()
+
     def _play_plan(self) -> None:
-        for step, faults in self.plan:
-            while self._answered(self.context.step) < step:
-                if self.stopping.wait(0.1) or self._answered(self.context.finished):
+        under_way = list[threading.Thread]()
+        try:
+            for turn, faults in self.plan:
+                if not self._await_turn(turn) or not self._await_room():
                     return
-            with ThreadPoolExecutor(len(faults), thread_name_prefix="fault") as threads:
-                list(threads.map(self._play, faults))
+                entry = threading.Thread(target=self._play_entry, args=(faults,), name="faults", daemon=True)
+                under_way.append(entry)
+                entry.start()
+        finally:
+            for entry in under_way:
+                entry.join()
+
+    def _await_turn(self, turn: Turn) -> bool:
+        """Returns whether it has come; False: the run has ended before."""
+        while True:
+            step = self._answered(self.context.step)
+            if self._began_s is None and step:
+                self._began_s = time.monotonic()
+            if step >= turn if isinstance(turn, int) else (
+                    self._began_s is not None and time.monotonic() >= self._began_s + turn.seconds):
+                return True
+            if self.stopping.wait(0.1) or self._answered(self.context.finished):
+                return False
+
+    def _await_room(self) -> bool:
+        while not self._rooms.acquire(timeout=0.1):
+            if self.stopping.is_set():
+                return False
+        return True
+
+    def _play_entry(self, faults: Sequence[Fault]) -> None:
+        try:
+            threads = [threading.Thread(target=self._play, args=(fault,), name=f"fault-{fault.name}", daemon=True)
+                       for fault in faults]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            self._rooms.release()
 
     def _play(self, fault: Fault) -> None:
         times: dict[str, float | None] = {"injected_at": time.time(), "detected_at": None, "healed_at": None}
-        step, target, witness = self._answered(self.context.step), "", ""
+        step, target, witness, problem = 0, "", "", ""
+        with self._lock:
+            self.under_way = {**self.under_way, fault: time.time()}
         try:
+            step = self._answered(self.context.step)
             target, witness = self._answered(fault.inject)  # it reads etcd before it does anything
             self._await(fault.detected, _DETECT_TIMEOUT_S, f"detection of {fault.name}", poll_s=0.02)
             times["detected_at"] = time.time()
-            self._await(fault.healed, _HEAL_TIMEOUT_S, f"recovery from {fault.name}", poll_s=0.05)
+            self._await(fault.healed, self._heal_timeout_s, f"recovery from {fault.name}", poll_s=0.05)
             times["healed_at"] = time.time()
         except _Stopped:
-            witness = f"{witness} — the run ended while etcd did not answer".strip(" —")
-        except (ElasticRLError, psutil.Error) as e:
-            witness = f"{witness} — {e}".strip(" —")
+            problem = "the run ended while etcd did not answer"
+        except Exception as e:  # whatever it is, the record says that this fault did not happen, or was not seen to end
+            problem = str(e) if isinstance(e, ElasticRLError) else f"{type(e).__name__}: {e}"
             log.exception("fault %s", fault.name)
-        self.run_log.write("fault", name=fault.name, step=step, target=target, witness=witness,
-                           said=getattr(fault, "said", ""), meanwhile=self._meanwhile(times), **times)
+        record = {"name": fault.name, "step": step, "target": target, "state": str(getattr(fault, "state", "")),
+                  "witness": witness, "problem": problem, "said": getattr(fault, "said", ""),
+                  "meanwhile": self._meanwhile(times), **times}
+        with self._lock:
+            self.over.append(record)
+            self.under_way = {other: at for other, at in self.under_way.items() if other is not fault}
+        self.records.write("fault", **record)
 
     def _meanwhile(self, times: dict[str, Any]) -> str:
         end = times["healed_at"] or time.time()
-        steps = [r for r in read_records(self.steps)
+        steps = [r for r in read_records_since(self.steps, times["injected_at"])
                  if r["kind"] == "step" and times["injected_at"] <= r["at"] <= end]
         samples = sum(r["samples"] for r in steps)
         try:
             ready = str(self._answered(lambda: len(self.context.ready())))
-        except _Stopped:
+        except (_Stopped, InjectionEnded):
             ready = "unknown"
         return f"{len(steps)} steps trained on {samples} samples; {ready} engines ready"
 

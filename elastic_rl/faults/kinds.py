@@ -15,8 +15,7 @@ from elastic_rl.config.groups import ACTOR, TrainerGroupSpec
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.device_phase import SeenPhase, Side
 from elastic_rl.etcd.records import Engine, EngineState, Member, OperationState, PoolStatus
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, kill, stop
-from elastic_rl.faults.undo import Undo
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, kill
 from elastic_rl.host.compute_services import RAY_HEAD, RAY_WORKER, compute_services
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.process import runs
@@ -191,7 +190,7 @@ class TrainerRankKilled(Killed):
         """``phase``: for a group that shares devices with engines, the side whose phase it is when the rank is killed;
         None: it does not matter."""
         super().__init__(context)
-        self.group, self.phase, self._noted = group.name, phase, False
+        self.group, self.phase = group.name, phase
         # One that does not train has nothing to go back to: the run need not miss it before it is back.
         kinds = event_kinds.TRAINER_GROUP_EVENTS[group.name]
         self._lost_as, self._back_as = (kinds.failed, kinds.recovered) if group.trains else (
@@ -214,10 +213,7 @@ class TrainerRankKilled(Killed):
         """Whether the rank does nothing any more since a moment of the phase; else it goes on."""
         if self._seen_phase() is not self.phase:
             return False
-        if not self._noted:
-            self.context.undo.note(Undo.CONTINUE, rank.pid)
-            self._noted = True
-        stop(rank)
+        self.context.stop(rank)
         if self._seen_phase() is self.phase:
             return True
         rank.resume()  # it had passed meanwhile
@@ -246,9 +242,7 @@ class TrainerRankStopped:
         self.at, self.step = time.time(), self.context.step()
         rank = max(self.context.trainer_ranks(), key=lambda m: m.id)
         self.incarnation = rank.incarnation
-        self.context.undo.note(Undo.CONTINUE, rank.pid)
-        stop(psutil.Process(rank.pid))
-        return f"trainer {rank.id}", f"pid {rank.pid} was sent SIGSTOP and seen to stop"
+        return f"trainer {rank.id}", self.context.stop(psutil.Process(rank.pid))
 
     def detected(self) -> bool:
         """Whether the rank's lease ended, the leader found that the others hang, or their collective timed out."""

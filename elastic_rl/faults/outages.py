@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 
 import psutil
@@ -12,8 +11,7 @@ from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import EngineState
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill, stop, stopped
-from elastic_rl.faults.undo import Undo
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill, stopped
 from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.service_files import node_service
 from elastic_rl.runtime.waiting import wait_until
@@ -64,7 +62,7 @@ class EtcdStopped(_Outage):
         self._begins()
         etcd = psutil.Process(self._service("etcd-0"))
         with stopped(self.context, etcd):
-            threading.Event().wait(self.seconds)
+            self.context.ended.wait(self.seconds)
         return "etcd-0", f"pid {etcd.pid} was stopped for {self.seconds:g} s"
 
 
@@ -141,7 +139,7 @@ class SecondActor(_Outage):
                                term=self.term)
         try:
             client.wait_ready()  # fences the first one off
-            threading.Event().wait(self.seconds)
+            self.context.ended.wait(self.seconds)
         except ElasticRLError:
             pass  # the next replica has taken over already
         finally:
@@ -163,8 +161,7 @@ class TrainerStopped(_Outage):
         ranks = [psutil.Process(m.pid) for m in self.context.trainer_ranks()]
         agent = next(p for p in ranks[0].parents() if "elastic_rl.trainer.group.agent" in " ".join(p.cmdline()))
         for process in (agent, *ranks):
-            self.context.undo.note(Undo.CONTINUE, process.pid)
-            stop(process)
+            self.context.stop(process)
         return "trainer", f"agent {agent.pid} and {len(ranks)} ranks were stopped"
 
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from elastic_rl.config.groups import ACTOR
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults import ptrace
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, kill, stop, stopped
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, kill, stopped, suspend
 from elastic_rl.faults.kinds import Killed
 from elastic_rl.faults.states import State, provoked
 from elastic_rl.faults.undo import Undo
@@ -200,7 +199,7 @@ class Struck(Killed):
             return kill(pid)
         if self.way is Way.PAUSED:
             with stopped(self.context, victim):
-                threading.Event().wait(self.seconds)
+                self.context.ended.wait(self.seconds)
             return f"pid {pid} was stopped for {self.seconds:g} s"
         if self.way is Way.GIL_HELD:
             return ptrace.hold_gil(pid, self.seconds, find_s=_FIND_GIL_S)
@@ -221,7 +220,7 @@ class Struck(Killed):
             if self.way is Way.KILLED:
                 witness = kill(pid)
             else:
-                threading.Event().wait(self.seconds)
+                self.context.ended.wait(self.seconds)
                 witness = f"pid {pid} was stopped for {self.seconds:g} s"
         finally:
             for entry in noted.values():
@@ -239,7 +238,7 @@ class Struck(Killed):
             for process in held:
                 if process.pid not in noted:
                     noted[process.pid] = self.context.undo.note(Undo.CONTINUE, process.pid)
-                stop(process)
+                suspend(process)
             self.observed = state.seen(self.context, pid)
             if self.observed:
                 return pid
@@ -252,14 +251,15 @@ class Struck(Killed):
         the run goes on as before."""
         signs = (e for e in events.recent(self.context.etcd, self.context.keys, limit=200) if e.at >= self.at)
         return any(e.kind.partition(".")[0] == self.part.component and (kind := event_kinds.find(e.kind)) is not None
-                   and bool(kind.begins or kind.counted or kind.alert) for e in signs) or self.healed()
+                   and bool(kind.begins or kind.counted or kind.alert) for e in signs) or (
+                       self.way.ends and self.is_back()) or self.healed()
 
     def is_back(self) -> bool:
         """As many processes as before work. One that was stopped is among them, or has ended."""
         assert self._victim is not None
         pids, victim = self.part.pids(self.context), self._victim.pid if runs(self._victim) else 0
         if self.way.ends:
-            return victim == 0 and len(pids) >= min(self._before, 1) and self._victim.pid not in pids
+            return victim == 0 and len(pids) >= self._before and self._victim.pid not in pids
         return len(pids) >= self._before and (not victim or victim in pids or self.part.rejoins)
 
 
@@ -281,7 +281,7 @@ class BusyCores(Killed):
             for _ in range(self.number):  # the kernel ends them with this process
                 spinning.append(start_child([sys.executable, "-c", "while True: pass"]))
                 started.enter_context(self.context.undo.noted(Undo.END, spinning[-1].pid))
-            threading.Event().wait(self.seconds)
+            self.context.ended.wait(self.seconds)
             used_s = sum(sum(psutil.Process(p.pid).cpu_times()[:2]) for p in spinning)
         for process in spinning:
             process.wait()

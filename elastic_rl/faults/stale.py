@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -84,7 +83,7 @@ class ZombieDriver(Killed):
         with stopped(self.context, self._victim):
             end = time.monotonic() + self.seconds
             while time.monotonic() < end and fencing.current_driver(etcd, keys) == generation:
-                threading.Event().wait(0.1)
+                self.context.ended.wait(0.1)
         taken_over = fencing.current_driver(etcd, keys) > generation
         try:
             FencedWriter.of_driver(etcd, keys, epoch, generation).require()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import threading
 import time
 from pathlib import Path
 
@@ -51,7 +50,7 @@ class DiskRefusesWrites(Killed):
             end = time.monotonic() + self.seconds
             while time.monotonic() < end:
                 most = max([most, *(record.unsaved for record in _records(self.context))])
-                threading.Event().wait(0.2)
+                self.context.ended.wait(0.2)
         self._unsaved = most
         return "DCS node", f"no file of pid {pid} could grow for {self.seconds:g} s: {most} chunks were not on its disk"
 

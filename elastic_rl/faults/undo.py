@@ -43,7 +43,6 @@ class UndoRegistry:
     """What is to be undone, in a folder. Several processes may write to one."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
 
     @contextlib.contextmanager
@@ -73,7 +72,7 @@ class UndoRegistry:
         """What is not marked as undone, in the order in which it was noted. A line that cannot be read is that of a
         writer that was killed before it did anything."""
         try:
-            lines = (self.folder / _FILE).read_text().splitlines()
+            lines = (self.folder / _FILE).read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
             return []
         entries = dict[str, dict[str, Any]]()
@@ -91,6 +90,7 @@ class UndoRegistry:
     def _append(self, entry: dict[str, Any]) -> None:
         """Writes an entry in one call, which other writers cannot tear, and returns once the disk has it. It begins a
         line of its own, also after one that was torn."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.folder / _FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             os.write(descriptor, b"\n" + json.dumps(entry).encode() + b"\n")

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,39 @@ from elastic_rl.data.ledger import Audit
 from elastic_rl.etcd.records import Version
 
 Record = dict[str, Any]
+_TOGETHER = 500
+"""Lines that are parsed together."""
+_BLOCK_BYTES = 64 << 10
+"""Bytes that are read at once from the end of a file."""
 
 
 def read_records(path: Path) -> list[Record]:
     """Records of a steps.jsonl in order; a last line that is torn (its writer was killed) is left out."""
     if not path.exists():
         return []
-    return list(parse_lines(path.read_text(encoding="utf-8", errors="replace").splitlines()))
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        return list(parse_lines(lines))
+
+
+def read_records_since(path: Path, at: float) -> list[Record]:
+    """The records of a steps.jsonl from one before ``at`` (unix s) on, read from the end of the file, so that the time
+    of reading does not grow with it."""
+    if not path.exists():
+        return []
+    found = b""
+    with path.open("rb") as file:
+        begin = file.seek(0, os.SEEK_END)
+        while begin:
+            size = min(_BLOCK_BYTES, begin)
+            begin = file.seek(begin - size)
+            found = file.read(size) + found
+            head, _, rest = found.partition(b"\n")  # the first line may be the end of one
+            first = next(iter(parse_lines([(rest if begin else found).partition(b"\n")[0].decode(errors="replace")])),
+                         None)
+            if begin and first is not None and float(first.get("at") or at) < at:
+                found = rest
+                break
+    return list(parse_lines(found.decode(errors="replace").splitlines()))
 
 
 def in_order(records: Sequence[Record], others: Sequence[Record]) -> list[Record]:
@@ -32,13 +61,26 @@ def in_order(records: Sequence[Record], others: Sequence[Record]) -> list[Record
 
 def parse_lines(lines: Iterable[str]) -> Iterable[Record]:
     """Records of JSON lines; what is not a whole JSON object is skipped."""
+    left = iter(lines)
+    while some := list(islice(left, _TOGETHER)):
+        for record in _parsed(some):
+            if isinstance(record, dict) and "kind" in record:
+                yield record
+
+
+def _parsed(lines: Sequence[str]) -> Iterator[Any]:
+    """What is JSON of some lines. Those that are parsed together share the names of their fields, of which a record has
+    about eighty: half of its memory."""
+    try:
+        whole = json.loads(f"[{','.join(lines)}]")
+    except json.JSONDecodeError:
+        whole = ()
+    if len(whole) == len(lines):  # else a line is none, or several
+        yield from whole
+        return
     for line in lines:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict) and "kind" in record:
-            yield record
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 def parse_parts(parts: Iterable[bytes]) -> Iterable[Record]:
@@ -98,23 +140,32 @@ def _engines(steps: Sequence[Record], known: Sequence[str]) -> list[Record]:
     for record in steps:
         for engine in record.get("engines") or []:
             last[engine["id"]] = engine
+    pulls, pauses = _per_version(steps, "pull_apply_s"), _per_version(steps, "pause_s")
     return [{"id": e, "steps_served": len(lags.get(e, {})), "last_version": int(last.get(e, {}).get("version") or 0),
              "last_state": str(last.get(e, {}).get("state") or "never ready"),
              "lag_max": max(lags.get(e, {}).values(), default=0),
-             "pull_apply_s_p50": percentile(_per_version(steps, "pull_apply_s", e), 0.5),
-             "pause_s_p50": percentile(_per_version(steps, "pause_s", e), 0.5)}
+             "pull_apply_s_p50": percentile(pulls.get(e, []), 0.5),
+             "pause_s_p50": percentile(pauses.get(e, []), 0.5)}
             for e in sorted({*known, *last})]
 
 
-def _per_version(steps: Sequence[Record], what: str, engine_id: str = "") -> list[float]:
-    """What an engine, or each of them, took for each version."""
-    return list({(e["id"], e["version"]): float(e[what]) for r in steps for e in r.get("engines") or []
-                 if e.get(what) and engine_id in ("", e["id"])}.values())
+def _per_version(steps: Sequence[Record], what: str) -> dict[str, list[float]]:
+    """What each engine, by its id, took for each version."""
+    took = {(e["id"], e["version"]): float(e[what]) for r in steps for e in r.get("engines") or [] if e.get(what)}
+    found: dict[str, list[float]] = {}
+    for (engine, _), seconds in took.items():
+        found.setdefault(engine, []).append(seconds)
+    return found
+
+
+def _all(by_engine: Mapping[str, Sequence[float]]) -> list[float]:
+    return [seconds for values in by_engine.values() for seconds in values]
 
 
 def _fault(record: Record) -> Record:
     out = {k: record.get(k) for k in
-           ("name", "step", "target", "injected_at", "detected_at", "healed_at", "witness", "said", "meanwhile")}
+           ("name", "step", "target", "injected_at", "detected_at", "healed_at", "witness", "problem", "said",
+            "meanwhile")}
     start = record.get("injected_at")
     for name, end in (("detect_s", record.get("detected_at")), ("heal_s", record.get("healed_at"))):
         out[name] = end - start if start is not None and end is not None else None
@@ -236,8 +287,8 @@ def build(records: Sequence[Record], *, job: str, seed: int, versions: Sequence[
         "tokens_per_s": sum(_numbers(steps, "tokens")) / sum(total) if sum(total) > 0 else None,
         "step_s_p50": percentile(total, 0.5), "step_s_p95": percentile(total, 0.95),
         "publish_stall_s_p50": percentile(stalls, 0.5),
-        "pull_apply_s_p50": percentile(_per_version(steps, "pull_apply_s"), 0.5),
-        "pause_s_p50": percentile(_per_version(steps, "pause_s"), 0.5),
+        "pull_apply_s_p50": percentile(_all(_per_version(steps, "pull_apply_s")), 0.5),
+        "pause_s_p50": percentile(_all(_per_version(steps, "pause_s")), 0.5),
         "last_run": _last_run(records, run_began_at),
         "wall_s": wall_s if wall_s is not None else (max(at) - min(at) if at else 0.0),
         "engines": _engines(steps, engines),

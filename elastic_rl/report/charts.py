@@ -8,79 +8,55 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from math import ceil, floor, log10
+from itertools import pairwise
+from operator import itemgetter
+from typing import TypeVar
 
-WIDTH = 920
-_LEFT, _RIGHT, _TOP = 48, 16, 14
+from elastic_rl.report.frame import LEFT as _LEFT
+from elastic_rl.report.frame import MOST_MARKED, WIDTH, Point, nice_ticks
+from elastic_rl.report.frame import RIGHT as _RIGHT
+from elastic_rl.report.frame import TOP as _TOP
+from elastic_rl.report.frame import Frame as _Frame
+from elastic_rl.report.frame import path as _path
+from elastic_rl.report.frame import short as _num
+
 STAGE_ORDER = ("devices", "sync", "generate", "reward", "groups", "teacher", "advantage", "train", "publish_stall",
                "other")
-Point = tuple[float, float]
+MOST_DRAWN = 240
+"""Most marks of a kind that a chart has: of more steps, evaluations or times, each mark stands for several. A page does
+not grow with the steps of a run beyond that."""
+_FEWEST_CELLS = 16
+"""Cells that a lane may have however many lanes there are."""
+_MOST_DOTS = 150
+"""Most evaluations that have a dot: of each run of them the last one."""
+T = TypeVar("T")
 
 
-def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About ``count`` round values that span [low, high]."""
-    if high - low < 1e-9:  # ticks are rounded to a tenth of that
-        high = low + 1
-    raw = (high - low) / max(1, count)
-    base = 10.0 ** floor(log10(raw))
-    step = next(m * base for m in (1, 2, 2.5, 5, 10) if m * base >= raw * 0.999)
-    first = ceil(low / step - 1e-9)
-    return [round(first * step + i * step, 10) for i in range(int((high - first * step) / step + 1e-9) + 1)]
+def parts(items: Sequence[T], limit: int = MOST_DRAWN) -> list[Sequence[T]]:
+    """Items in their order as at most ``limit`` runs of them, which differ by one item in length at most."""
+    if len(items) <= limit:
+        return [items[i:i + 1] for i in range(len(items))]
+    edges = [i * len(items) // limit for i in range(limit + 1)]
+    return [items[a:b] for a, b in pairwise(edges)]
 
 
-def _num(value: float) -> str:
-    return f"{value:.4g}"
+def means(points: Sequence[Point], limit: int = MOST_DRAWN) -> list[Point]:
+    """A curve of at most ``limit`` points: the means of as many runs of points."""
+    return [(sum(x / len(part) for x, _ in part), sum(y / len(part) for _, y in part)) for part in parts(points, limit)]
 
 
-class _Frame:
-    """A plot area with linear axes, and the SVG text that collects on it."""
-
-    def __init__(self, x: Point, y: Point, height: int, label: str, *, left: int = _LEFT, bottom: int = 34) -> None:
-        self.x0, self.x1 = x[0], x[1] if x[1] > x[0] else x[0] + 1
-        self.y0, self.y1 = y[0], y[1] if y[1] > y[0] else y[0] + 1
-        self.height, self.left, self.bottom = height, left, bottom
-        self.parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">']
-
-    def px(self, x: float) -> float:
-        return round(self.left + (x - self.x0) / (self.x1 - self.x0) * (WIDTH - self.left - _RIGHT), 2)
-
-    def py(self, y: float) -> float:
-        return round(_TOP + (1 - (y - self.y0) / (self.y1 - self.y0)) * (self.height - _TOP - self.bottom), 2)
-
-    def add(self, *parts: str) -> None:
-        self.parts += parts
-
-    def text(self, kind: str, x: float, y: float, words: str, anchor: str) -> None:
-        self.add(f'<text class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}">{escape(words)}</text>')
-
-    def axes(self, x_label: str, *, y_ticks: Sequence[float] = (), whole_x: bool = False, unit: str = "") -> None:
-        floor_y = self.height - self.bottom
-        for tick in y_ticks:
-            y = self.py(tick)
-            self.add(f'<line class="grid" x1="{self.left}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-            self.text("tick", self.left - 8, y + 4, f"{_num(tick)}{unit}", "end")
-        self.add(f'<line class="axis" x1="{self.left}" x2="{WIDTH - _RIGHT}" y1="{floor_y}" y2="{floor_y}"/>')
-        for tick in nice_ticks(self.x0, self.x1, 8):
-            if whole_x and tick != int(tick):
-                continue
-            self.text("tick", self.px(tick), floor_y + 16, _num(tick), "middle")
-        self.text("tick", WIDTH - _RIGHT, self.height - 3, x_label, "end")
-
-    def fault_marks(self, faults: Sequence[tuple[float, str]]) -> None:
-        """Dotted verticals, numbered as in the table."""
-        for number, (x, name) in enumerate(faults, 1):
-            at = self.px(x)
-            self.add(f'<g class="fault" data-tip="{number}: {escape(name)} at step {_num(x)}">'
-                     f'<line x1="{at}" x2="{at}" y1="{_TOP + 8}" y2="{self.height - self.bottom}"/>'
-                     f'<circle cx="{at}" cy="{_TOP}" r="8"/><text x="{at}" y="{_TOP + 4}" text-anchor="middle">{number}'
-                     f'</text></g>')
-
-    def done(self) -> str:
-        return "".join(self.parts) + "</svg>"
+def envelope(points: Sequence[Point], limit: int = MOST_DRAWN) -> list[Point]:
+    """A curve of at most ``limit`` points, which has the least and the largest one of each run of points, in their
+    order: a spike of one step of many is still there."""
+    if len(points) <= limit:
+        return list(points)
+    return [point for part in parts(points, limit // 2)
+            for point in sorted({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))})]
 
 
-def _path(frame: _Frame, points: Sequence[Point]) -> str:
-    return "M" + "L".join(f"{frame.px(x)},{frame.py(y)}" for x, y in points)
+def steps_of(first: float, last: float) -> str:
+    """How a mark that stands for these steps says so."""
+    return f"steps {_num(first)}–{_num(last)}" if last > first else f"step {_num(first)}"
 
 
 def _smooth(points: Sequence[Point], window: int) -> list[Point]:
@@ -91,30 +67,36 @@ def _smooth(points: Sequence[Point], window: int) -> list[Point]:
 
 def learning(rewards: Sequence[Point], eval_accuracy: Sequence[Point], faults: Sequence[tuple[float, str]], *,
              axis: str = "RL step") -> str:
-    """Mean reward of each step (faint) with its moving average, and the mean reward of evaluations, over steps."""
+    """Mean reward of each step (faint) with its moving average, and the mean reward of evaluations, over steps. Of many
+    steps, the faint line has the range, and the average is of means."""
     last = max([x for x, _ in (*rewards, *eval_accuracy)], default=1)
     frame = _Frame((0, last), (0, 1), 280, "Reward of steps and of evaluations")
     frame.axes(axis, y_ticks=(0, 0.25, 0.5, 0.75, 1), whole_x=True)
     frame.fault_marks(faults)
     if rewards:
-        window = max(3, len(rewards) // 25) | 1
-        frame.add(f'<path class="line faint c1" d="{_path(frame, rewards)}"/>',
-                  f'<path class="line c1" d="{_path(frame, _smooth(rewards, window))}"/>')
-        width = max(2.0, (WIDTH - _LEFT - _RIGHT) / max(1, len(rewards)))
+        averages = means(rewards)
+        window = max(3, len(averages) // 25) | 1
+        frame.add(f'<path class="line faint c1" d="{_path(frame, envelope(rewards, 2 * MOST_DRAWN))}"/>',
+                  f'<path class="line c1" d="{_path(frame, _smooth(averages, window))}"/>')
+        width = max(2.0, (WIDTH - _LEFT - _RIGHT) / len(averages))
         frame.add(*(f'<rect class="hit" x="{frame.px(x) - width / 2:.1f}" y="{_TOP}" width="{width:.1f}" '
-                    f'height="{frame.height - frame.bottom - _TOP}" data-tip="step {_num(x)}: reward {y:.3f}"/>'
-                    for x, y in rewards))
+                    f'height="{frame.height - frame.bottom - _TOP}" '
+                    f'data-tip="{steps_of(part[0][0], part[-1][0])}: reward {y:.3f}"/>'
+                    for part, (x, y) in zip(parts(rewards), averages, strict=True)))
     if eval_accuracy:
-        frame.add(f'<path class="line c2" d="{_path(frame, eval_accuracy)}"/>')
-        frame.add(*(f'<circle class="dot c2" cx="{frame.px(x)}" cy="{frame.py(y)}" r="4" '
-                    f'data-tip="step {_num(x)}: eval {y:.3f}"/>' for x, y in eval_accuracy))
+        frame.add(f'<path class="line c2" d="{_path(frame, envelope(eval_accuracy, 2 * MOST_DRAWN))}"/>')
+        frame.add(*(f'<circle class="dot c2" cx="{frame.px(part[-1][0])}" cy="{frame.py(part[-1][1])}" r="4" '
+                    f'data-tip="step {_num(part[-1][0])}: eval {part[-1][1]:.3f}"/>'
+                    for part in parts(eval_accuracy, _MOST_DOTS)))
     return frame.done()
 
 
 def step_seconds(steps: Sequence[tuple[int, Mapping[str, float]]], faults: Sequence[tuple[float, str]]) -> str:
-    """Stacked bars: seconds of each stage of a step. The axis ends at the 98th percentile, so that the one step that
-    waited for a recovery does not flatten all others; a bar that goes beyond it is marked."""
-    totals = sorted(sum(s.get(p, 0.0) for p in STAGE_ORDER) for _, s in steps) or [1.0]
+    """Stacked bars: seconds of each stage of a step, or of many steps in the mean. The axis ends at the 98th
+    percentile, so that the one step that waited for a recovery does not flatten all others; a bar that goes beyond it
+    is marked."""
+    bars = [(part[0][0], part[-1][0], _mean_seconds([seconds for _, seconds in part])) for part in parts(steps)]
+    totals = sorted(sum(s.get(p, 0.0) for p in STAGE_ORDER) for _, _, s in bars) or [1.0]
     cap = max(totals[min(len(totals) - 1, int(len(totals) * 0.98))], totals[len(totals) // 2] * 2) * 1.05
     cap = min(cap, totals[-1] * 1.05)
     if cap < 1e-6:  # nothing was measured
@@ -122,12 +104,12 @@ def step_seconds(steps: Sequence[tuple[int, Mapping[str, float]]], faults: Seque
     first, last = (steps[0][0], steps[-1][0]) if steps else (0, 1)
     frame = _Frame((first - 0.5, last + 0.5), (0, cap), 250, "Seconds of each stage of a step")
     frame.axes("RL step", y_ticks=nice_ticks(0, cap, 4), whole_x=True, unit=" s")
-    width = (WIDTH - _LEFT - _RIGHT) / max(1, last - first + 1)
-    gap = min(1.0, width * 0.15)
-    for step, seconds in steps:
-        base, left = 0.0, frame.px(step - 0.5) + gap / 2
-        tip = f"step {step}: " + ", ".join(f"{p.replace('_', ' ')} {seconds[p]:.2f} s" for p in STAGE_ORDER
-                                           if seconds.get(p, 0) > 0.0005)
+    for begin, end, seconds in bars:
+        width = (WIDTH - _LEFT - _RIGHT) * (end - begin + 1) / max(1, last - first + 1)
+        gap = min(1.0, width * 0.15)
+        base, left = 0.0, frame.px(begin - 0.5) + gap / 2
+        tip = f"{steps_of(begin, end)}: " + ", ".join(f"{p.replace('_', ' ')} {seconds[p]:.2f} s" for p in STAGE_ORDER
+                                                        if seconds.get(p, 0) > 0.0005)
         frame.add(f'<g data-tip="{escape(tip)}">')
         for stage in STAGE_ORDER:
             top = min(cap, base + seconds.get(stage, 0.0))
@@ -144,10 +126,19 @@ def step_seconds(steps: Sequence[tuple[int, Mapping[str, float]]], faults: Seque
     return frame.done()
 
 
+def _mean_seconds(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each stage that a step has."""
+    return {stage: sum(s.get(stage, 0.0) for s in steps) / len(steps) for stage in STAGE_ORDER
+            if any(stage in s for s in steps)}
+
+
 def engine_lanes(lags: Mapping[str, Mapping[int, int]], steps: Sequence[int], bound: int) -> str:
-    """One lane an engine: a cell for each step it served, coloured by how many versions it lay behind."""
+    """One lane an engine, of the newest ones: a cell for each step it served, coloured by how many versions it lay
+    behind. Of many steps, a cell has the largest lag of several."""
     lane, left = 26, 150
     first, last = (steps[0], steps[-1]) if steps else (0, 1)
+    lags = dict(sorted(lags.items(), key=lambda lane: max(lane[1], default=0))[-MOST_MARKED:])
+    most = max(MOST_DRAWN // max(1, len(lags)), _FEWEST_CELLS)
     frame = _Frame((first - 0.5, last + 0.5), (0, 1), _TOP + lane * max(1, len(lags)) + 34, "Version lag per engine",
                    left=left)
     frame.axes("RL step", whole_x=True)
@@ -158,7 +149,7 @@ def engine_lanes(lags: Mapping[str, Mapping[int, int]], steps: Sequence[int], bo
         frame.text("lane", left - 10, y + 15, name, "end")
         frame.add(f'<rect class="track" x="{left}" y="{y + 3}" width="{WIDTH - left - _RIGHT}" height="{lane - 8}" '
                   f'rx="3"/>')
-        for start, end, lag in _runs(by_step):
+        for start, end, lag in _runs(by_step, most):
             kind = "l0" if lag == 0 else "l1" if lag <= max(bound, 1) else "l2"
             span = f"steps {start}–{end}" if end > start else f"step {start}"
             frame.add(f'<rect class="{kind}" x="{frame.px(start - 0.5)}" y="{y + 3}" height="{lane - 8}" rx="2" '
@@ -167,8 +158,9 @@ def engine_lanes(lags: Mapping[str, Mapping[int, int]], steps: Sequence[int], bo
     return frame.done()
 
 
-def _runs(by_step: Mapping[int, int]) -> list[tuple[int, int, int]]:
-    """Stretches of consecutive steps with the same lag, as (first, last, lag)."""
+def _runs(by_step: Mapping[int, int], limit: int = MOST_DRAWN) -> list[tuple[int, int, int]]:
+    """Stretches of consecutive steps with the same lag, as (first, last, lag): at most ``limit``, of which each may
+    then have lags up to its own, and gaps."""
     runs: list[tuple[int, int, int]] = []
     for step in sorted(by_step):
         lag = by_step[step]
@@ -176,24 +168,25 @@ def _runs(by_step: Mapping[int, int]) -> list[tuple[int, int, int]]:
             runs[-1] = (runs[-1][0], step, lag)
         else:
             runs.append((step, step, lag))
-    return runs
+    return [(part[0][0], part[-1][1], max(lag for *_, lag in part)) for part in parts(runs, limit)]
 
 
 def fault_timeline(faults: Sequence[Mapping[str, object]], step_times: Sequence[tuple[float, int]], start: float,
                    end: float) -> str:
-    """A lane a fault over wall time: until it was detected, until it was healed; under them a tick for each finished
-    step, which shows what went on meanwhile."""
+    """A lane a fault, of the newest ones, over wall time: until it was detected, until it was healed; under them a tick
+    for each finished step, or one of several, which shows what went on meanwhile."""
     lane, left = 30, 210
-    frame = _Frame((0, end - start), (0, 1), _TOP + lane * (len(faults) + 1) + 40, "Faults over time", left=left)
+    drawn = [*enumerate(faults, 1)][-MOST_MARKED:]
+    frame = _Frame((0, end - start), (0, 1), _TOP + lane * (len(drawn) + 1) + 40, "Faults over time", left=left)
     frame.axes("seconds since the start")
-    for row, fault in enumerate(faults):
+    for row, (number, fault) in enumerate(drawn):
         y = _TOP + row * lane
         injected, detected, healed = (_seconds(fault.get(f"{k}_at"), start) for k in ("injected", "detected", "healed"))
         if injected is None:
             continue
         stop = healed if healed is not None else end - start
         seen = detected if detected is not None else stop
-        frame.text("lane", left - 10, y + 17, f"{row + 1} · {fault['name']}", "end")
+        frame.text("lane", left - 10, y + 17, f"{number} · {fault['name']}", "end")
         frame.add(_bar(frame, injected, seen, y + 5, lane - 12, "undetected",
                        f"{seen - injected:.1f} s until it was detected"),
                   _bar(frame, seen, stop, y + 5, lane - 12, "healing",
@@ -201,10 +194,11 @@ def fault_timeline(faults: Sequence[Mapping[str, object]], step_times: Sequence[
         word = f"{stop - injected:.1f} s" if healed is not None else "not healed"
         x, anchor = (frame.px(stop) + 6, "start") if frame.px(stop) < WIDTH - 90 else (frame.px(injected) - 6, "end")
         frame.text("tick", x, y + 17, word, anchor)
-    y = _TOP + len(faults) * lane
+    y = _TOP + len(drawn) * lane
     frame.text("lane", left - 10, y + 17, "finished steps", "end")
     frame.add(*(f'<path class="step" d="M{frame.px(at - start)},{y + 6}v16" '
-                f'data-tip="step {step} after {at - start:.0f} s"/>' for at, step in step_times))
+                f'data-tip="step {step} after {at - start:.0f} s"/>'
+                for at, step in (part[-1] for part in parts(step_times, 2 * MOST_DRAWN))))
     return frame.done()
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from math import floor, log10
 from typing import Any
 
-from elastic_rl.report.charts import Point, nice_ticks
+from elastic_rl.report.charts import envelope, means, parts, steps_of
+from elastic_rl.report.frame import Point, nice_ticks
 from elastic_rl.telemetry.training_metrics import THROUGHPUT, UPDATE
 
 Record = Mapping[str, Any]
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 300, 150, 48, 20, 8
-_MOST_POINTS = 300
-"""Most points of a curve; more steps are averaged."""
+_MOST_POINTS = 160
+"""Most points of a curve: of more steps the means, before their range."""
+_MOST_HITS = 80
+"""Most places of a curve that say under the pointer what is there: the mean of their steps."""
 _SMALLEST, _LARGEST = 1e-30, 1e30
 """What is smaller is drawn as 0, and what is larger not at all."""
 _MOST_OWN = 16
@@ -42,16 +45,6 @@ _TITLES = {
 def curves(steps: Sequence[Record]) -> str:
     """A chart for each metric that the steps have."""
     return f'<div class="curves">{"".join(_chart(*curve) for curve in _curves(steps))}</div>'
-
-
-def downsample(points: Sequence[Point], limit: int = _MOST_POINTS) -> list[Point]:
-    """A curve of at most ``limit`` points: the means of as many runs of points, which differ by one point in length at
-    most."""
-    if len(points) <= limit:
-        return list(points)
-    edges = [i * len(points) // limit for i in range(limit + 1)]
-    parts = [points[a:b] for a, b in zip(edges, edges[1:], strict=False)]
-    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
 
 
 def _curves(steps: Sequence[Record]) -> Iterator[tuple[str, str, list[Point]]]:
@@ -98,11 +91,11 @@ def _scaled(value: Any, by: float) -> Any:
 
 
 def _chart(title: str, unit: str, points: Sequence[Point]) -> str:
-    drawn = downsample(points)
-    low, high = min(y for _, y in drawn), max(y for _, y in drawn)
+    drawn = means(points, _MOST_POINTS)
+    low, high = min(y for _, y in points), max(y for _, y in points)
     ticks = _ticks(min(low, 0.0), high)
     y0, y1 = min(ticks[0], low), max(ticks[-1], high)
-    first, last = drawn[0][0], drawn[-1][0]
+    first, last = points[0][0], points[-1][0]
 
     def px(x: float) -> float:
         return round(LEFT + (x - first) / max(last - first, 1.0) * (WIDTH - LEFT - 6), 1)
@@ -114,16 +107,25 @@ def _chart(title: str, unit: str, points: Sequence[Point]) -> str:
                     f'<text class="tick" x="{LEFT - 6}" y="{py(t) + 4}" text-anchor="end">{_number(t)}</text>'
                     for t in ticks)
     path = "M" + "L".join(f"{px(x)},{py(y)}" for x, y in drawn)
-    width = (WIDTH - LEFT - 6) / len(drawn)
-    hits = "".join(f'<rect class="hit" x="{px(x) - width / 2:.1f}" y="{TOP}" width="{max(width, 1):.1f}" '
-                   f'height="{HEIGHT - TOP - BOTTOM}" data-tip="step {x:.0f}: {_number(y)} {escape(unit)}"/>'
-                   for x, y in drawn)
+    spread = "M" + "L".join(f"{px(x)},{py(y)}" for x, y in envelope(points, _MOST_POINTS)) if (
+        len(points) > _MOST_POINTS) else ""
+    faint = f'<path class="line faint c1" d="{spread}"/>' if spread else ""
+    hits = "".join(_hit(part, px, unit, (WIDTH - LEFT - 6) * len(part) / len(points))
+                   for part in parts(points, _MOST_HITS))
     ends = (f'<text class="tick" x="{LEFT}" y="{HEIGHT - 4}">{first:.0f}</text>'
             f'<text class="tick" x="{WIDTH - 6}" y="{HEIGHT - 4}" text-anchor="end">{last:.0f}</text>')
     name = escape(f"{title} over steps, last {_number(points[-1][1])} {unit}")
     return (f'<figure><figcaption>{escape(title)} <b>{_number(points[-1][1])} {escape(unit)}</b></figcaption>'
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">{lines}{ends}'
-            f'<path class="line c1" d="{path}"/>{hits}</svg></figure>')
+            f'{faint}<path class="line c1" d="{path}"/>{hits}</svg></figure>')
+
+
+def _hit(part: Sequence[Point], px: Callable[[float], float], unit: str, width: float) -> str:
+    """A place that says what is there."""
+    values = [y for _, y in part]
+    x = (px(part[0][0]) + px(part[-1][0]) - width) / 2
+    return (f'<path class="hit" d="M{x:.1f},{TOP}h{max(width, 1):.1f}v{HEIGHT - TOP - BOTTOM}H{x:.1f}z" data-tip="'
+            f'{steps_of(part[0][0], part[-1][0])}: {_number(sum(v / len(values) for v in values))} {escape(unit)}"/>')
 
 
 def _ticks(low: float, high: float) -> list[float]:

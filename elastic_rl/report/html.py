@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,18 @@ from elastic_rl.host.paths import JobPaths
 from elastic_rl.report import charts
 from elastic_rl.report.build import effective_steps, percentile, sft_evaluations, version_lags
 from elastic_rl.report.curves import curves
+from elastic_rl.report.frame import MOST_MARKED
+from elastic_rl.report.page import duration as _duration
+from elastic_rl.report.page import legend as _legend
+from elastic_rl.report.page import page
+from elastic_rl.report.page import section as _section
+from elastic_rl.report.page import table as _table
+from elastic_rl.report.page import value as _value
 from elastic_rl.runtime.files import replace_file
 from elastic_rl.runtime.words import counted
 
+_MOST_ROWS = 200
+"""Rows of a table of engines or faults: the newest."""
 _TILES = 6
 """Evaluation sets that have a tile; the table has all."""
 _STAGE_WORDS = {"devices": "hand over devices", "sync": "wait for engines", "generate": "generate", "reward": "reward",
@@ -61,16 +69,11 @@ def render(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str:
     ]
     at = [float(r["at"]) for r in records if r.get("at") is not None]
     when = datetime.fromtimestamp(min(at), UTC).strftime("%Y-%m-%d %H:%M UTC") if at else ""
-    style = files("elastic_rl.report").joinpath("report.css").read_text(encoding="utf-8")
-    script = files("elastic_rl.report").joinpath("report.js").read_text(encoding="utf-8")
-    return (f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f'<title>{escape(report["job"])} · elastic-rl</title><style>{style}</style></head><body><main>'
-            f'<header><div><h1>{escape(report["job"])}</h1><p>elastic-rl run report · {when} · seed {report["seed"]} · '
-            f'{_duration(report["wall_s"])}{_periods(report)}</p></div><span class="badge {escape(report["status"])}">'
-            f'{escape(report["status"])}</span></header>{_note(report)}{_tiles(report)}{"".join(sections)}'
-            f'<footer>Made from steps.jsonl and etcd. The same numbers are in report.json.</footer></main>'
-            f'<div id="tip" role="status"></div><script>{script}</script></body></html>')
+    return page(report["job"], (
+        f'<header><div><h1>{escape(report["job"])}</h1><p>elastic-rl run report · {when} · seed {report["seed"]} · '
+        f'{_duration(report["wall_s"])}{_periods(report)}</p></div><span class="badge {escape(report["status"])}">'
+        f'{escape(report["status"])}</span></header>{_note(report)}{_tiles(report)}{"".join(sections)}'
+        f'<footer>Made from steps.jsonl and etcd. The same numbers are in report.json.</footer>'))
 
 
 def write(report: Mapping[str, Any], records: Sequence[dict[str, Any]], paths: JobPaths) -> Path:
@@ -80,15 +83,6 @@ def write(report: Mapping[str, Any], records: Sequence[dict[str, Any]], paths: J
                        (paths.report_page, render(report, records))):
         replace_file(path, text)
     return paths.report_page
-
-
-def _section(title: str, *parts: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
-
-
-def _legend(*entries: tuple[str, str]) -> str:
-    items = "".join(f'<li><i class="{kind}"></i>{escape(word)}</li>' for kind, word in entries)
-    return f'<ul class="legend">{items}</ul>'
 
 
 def _note(report: Mapping[str, Any]) -> str:
@@ -182,13 +176,21 @@ def _faults(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str
     start, end = min(at + ends), max(at + ends)
     times = [(float(r["at"]), int(r["step"])) for r in records if r["kind"] == "step"]
     rows = [[str(n), f["name"], str(f["target"] or ""), _value(f["step"], 0), _value(f["detect_s"], 1, " s"),
-             _value(f["heal_s"], 1, " s"), _words(f["witness"]), _words(f["meanwhile"])]
-            for n, f in enumerate(faults, 1)]
+             _value(f["heal_s"], 1, " s"), _words(" — ".join(filter(None, (f["witness"], f.get("problem"))))),
+             _words(f["meanwhile"])]
+            for n, f in [*enumerate(faults, 1)][-_MOST_ROWS:]]
     head = ["", "fault", "target", "step", "detected after", "healed after", "seen by", "meanwhile"]
     return _section("Faults", charts.fault_timeline(faults, times, start, end),
                     _legend(("undetected", "injected, not yet detected"), ("healing", "detected, not yet healed"),
                             ("step", "a finished step")),
-                    _table(head, rows))
+                    _newest(len(faults), "fault"), _table(head, rows))
+
+
+def _newest(count: int, what: str) -> str:
+    """What a reader must know of a table and a chart that have the newest of so many only."""
+    return "" if count <= MOST_MARKED else (
+        f"<p>Of {counted(count, what)} the newest {MOST_MARKED} are drawn, and the newest "
+        f"{min(count, _MOST_ROWS)} listed; report.json has all.</p>")
 
 
 def _stage_table(steps: Sequence[dict[str, Any]]) -> str:
@@ -203,10 +205,11 @@ def _stage_table(steps: Sequence[dict[str, Any]]) -> str:
 
 def _engine_table(engines: Sequence[Mapping[str, Any]]) -> str:
     rows = [[e["id"], e["last_state"], str(e["steps_served"]), str(e["last_version"]), str(e["lag_max"]),
-             _value(e["pull_apply_s_p50"], 3, " s"), _value(e["pause_s_p50"], 3, " s")] for e in engines]
+             _value(e["pull_apply_s_p50"], 3, " s"), _value(e["pause_s_p50"], 3, " s")]
+            for e in sorted(engines, key=lambda engine: int(engine["last_version"]))]
     head = ["engine", "last state", "steps served", "last version", "largest lag", "pull and apply, median",
             "of it paused"]
-    return _table(head, rows)
+    return _newest(len(rows), "engine") + _table(head, rows[-_MOST_ROWS:])
 
 
 def _number_table(report: Mapping[str, Any]) -> str:
@@ -215,27 +218,7 @@ def _number_table(report: Mapping[str, Any]) -> str:
     return _table(["key", "value"], rows)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numeric: bool = False) -> str:
-    if not rows:
-        return ""
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    kind = ' class="numeric"' if numeric else ""
-    return (f'<div class="scroll"><table{kind}><thead><tr>{"".join(f"<th>{escape(h)}</th>" for h in head)}</tr></thead>'
-            f"<tbody>{body}</tbody></table></div>")
-
-
 def _words(value: Any) -> str:
     return "" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def _value(value: float | None, digits: int, unit: str = "") -> str:
-    if value is None:
-        return "–"
-    if 0 < abs(value) < 0.5 * 10.0 ** -digits:
-        return f"{value:.1e}{unit}"
-    return f"{value:,.{digits}f}{unit}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(round(seconds)), 60)
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -72,7 +72,7 @@ def records_with(records: Sequence[Record]) -> list[Record]:
     one in which they never had, or in which a process was replaced by one that runs on any core. Pure."""
     found = [record for record in records if record["kind"] == "fault" and record["name"] == OwnCores.name]
     if len(found) != 1 or not found[0].get("detected_at"):
-        why = found[0].get("witness") if found else "the run ended before"
+        why = found[0].get("problem") or found[0].get("witness") if found else "the run ended before"
         raise Unmeasurable(f"engines and ranks did not get cores of their own: {why or 'it is not known why'}")
     kept = [record for record in records if record["kind"] != "step" or record["at"] >= found[0]["detected_at"]]
     pools = {frozenset(e["id"] for e in record["engines"]) for record in kept if record.get("engines")}

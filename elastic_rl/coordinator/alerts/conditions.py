@@ -24,6 +24,8 @@ _ETCD_SLOW_HOLD_S = 30.0
 _WAITING_CHARS = 300
 """Characters of what a run waits for that are in an alert."""
 _FAILING_HOLD_S = 10.0
+_REFORMED_S = 10.0
+"""Time from a rank's return within which the loop reports that its group was lost."""
 _STAGE_HOLD_S = 5.0
 """A stage of the leader's reconcile pass that fails for so long gives an alert."""
 _SWEEP_HOLD_S = 30.0
@@ -84,8 +86,9 @@ class Thresholds:
 def conditions(snapshot: ClusterSnapshot, now: float, limits: Thresholds = Thresholds(),
                firing: Set[str] = frozenset()) -> dict[str, Condition]:
     """What is wrong now, by key. ``firing``: keys of the alerts that are open."""
-    found = [*_members(snapshot), *_compute(snapshot), *_pools(snapshot, limits), *_lags(snapshot, now, limits),
-             *_nodes(snapshot, limits, firing), *_job(snapshot, limits), *_learning(snapshot, limits),
+    found = [*_members(snapshot), *_returned(snapshot, now, firing), *_compute(snapshot),
+             *_pools(snapshot, limits), *_lags(snapshot, now, limits), *_nodes(snapshot, limits, firing),
+             *_job(snapshot, limits), *_learning(snapshot, limits),
              *_waiting(snapshot, now, limits), *_idle(snapshot, limits, firing), *_unreadable(snapshot),
              *etcd_conditions(snapshot.etcd_health, limits.etcd_slow_s, limits.full_fraction, limits.etcd_quota_bytes)]
     return {c.key: c for c in found}
@@ -106,6 +109,16 @@ def _members(snapshot: ClusterSnapshot) -> Iterator[Condition]:
             yield Condition(f"{s.role}.dead", subject, f"{who} is dead", cause=s.host)
         elif s.hung_at and not s.dead:
             yield Condition(f"{s.role}.hung", subject, f"{who} sends heartbeats but makes no progress", cause=s.host)
+
+
+def _returned(snapshot: ClusterSnapshot, now: float, firing: Set[str]) -> Iterator[Condition]:
+    """A rank may be back before the loop has found its group lost: what it reports then is of the alert that is open,
+    and no second one."""
+    for s in snapshot.registry.values():
+        if s.role in TRAINER_GROUPS and not s.dead and now - s.first_seen < _REFORMED_S:
+            for what in ("dead", "hung"):
+                if f"{s.role}.{what}/{s.role}" in firing:
+                    yield Condition(f"{s.role}.{what}", s.role, f"{s.role} {s.id} has returned", cause=s.host)
 
 
 def _compute(snapshot: ClusterSnapshot) -> Iterator[Condition]:

@@ -11,7 +11,6 @@ from elastic_rl.coordinator.leader_transaction import IdempotencyClaim, LeaderTr
 from elastic_rl.coordinator.problems import Problem, concurrent_modification, not_found
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
-from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Silence
 
@@ -43,12 +42,6 @@ def create_silence(etcd: EtcdClient, keys: Keys, election: Election, *, duration
     if not change.commit(etcd, election.writer, claim, job_path(keys.job, "silences", silence.id)):
         raise concurrent_modification()
     return silence
-
-
-def list_silences(etcd: EtcdClient, keys: Keys) -> list[Silence]:
-    """Every silence that can be read, the oldest first. One that has ended is listed until the leader has deleted it.
-    """
-    return [silence for silence, _ in readable(etcd.range(keys.silences_prefix())[0], Silence)]
 
 
 def delete_silence(etcd: EtcdClient, keys: Keys, election: Election, silence_id: str, *, by: str = "",

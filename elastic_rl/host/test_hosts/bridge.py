@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 from collections.abc import Callable, Sequence
 
@@ -73,7 +74,6 @@ class Bridge:
         ip("address", "replace", address, "dev", device, inside=inside)
         ip("link", "set", device, "up", inside=inside)
         ip("link", "set", "lo", "up", inside=inside)
-        ip("link", "set", link, "master", self.name)
         self.heal(number)
 
     def cut(self, number: int) -> None:
@@ -81,9 +81,21 @@ class Bridge:
         PreflightFailed."""
         ip("link", "set", self.link(number), "down")
 
+    def impairment(self, number: int) -> str:
+        """Name of the device that is in the place of the host's link on the bridge while the link is impaired
+        (``impaired_link``)."""
+        return f"{self.link(number)}i"
+
     def heal(self, number: int) -> None:
-        """Raises PreflightFailed."""
-        ip("link", "set", self.link(number), "up")
+        """Ends ``cut`` and an impairment of the host's link. Raises PreflightFailed."""
+        if self.impairment(number) in interfaces():
+            with contextlib.suppress(PreflightFailed):  # it goes with its process, and may be gone now
+                ip("link", "del", self.impairment(number))
+        ip("link", "set", self.link(number), "master", self.name, "up")
+
+    def is_on_bridge(self, device: str) -> bool:
+        master = os.path.realpath(f"/sys/class/net/{device}/master")
+        return os.path.basename(master) == self.name
 
     def is_cut(self, number: int) -> bool:
         """Whether the host has a link, and it is down."""

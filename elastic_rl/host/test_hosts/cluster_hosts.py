@@ -1,4 +1,4 @@
-"""A cluster whose hosts are all on this machine: the first one has etcd and the coordinators, the others join it.
+"""A cluster whose hosts are all on this machine: the first ones have etcd and the coordinators, the others join them.
 
 ``up`` is level-triggered: it makes what is missing, powers on what is off, heals what is cut. ``down`` takes the hosts
 down in order, then ends whatever is left. What they make is found again by its marks (``isolated_hosts``); stored is
@@ -31,6 +31,7 @@ from elastic_rl.host.agent.host_facts import stored_incarnation
 from elastic_rl.host.join_file import JoinFile
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import ClusterPaths
+from elastic_rl.host.test_hosts.impaired_link import Impairment
 from elastic_rl.host.test_hosts.inside import Answer, Request
 from elastic_rl.host.test_hosts.isolated_hosts import PRIVATE, IsolatedHosts, require
 from elastic_rl.host.test_hosts.naming import Subnet, choose_subnet, host_names, tag_of
@@ -55,6 +56,8 @@ class HostsRecord(Record):
 
     count: int
     subnet: str
+    control_hosts: int = 1
+    """So many of them, from the first one on, have a member of etcd and a coordinator."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,9 @@ class ClusterHosts:
         return [*entered, "sh", "-c", 'cd "$0" && exec "$@"', str(cwd), *command] if cwd else [*entered, *command]
 
     # -- up and down --------------------------------------------------------------------------------------------------
-    def up(self, count: int = 0) -> ClusterInfo:
-        """Brings up so many hosts; 0: as many as there were. Returns once the cluster has them all.
+    def up(self, count: int = 0, *, control_hosts: int = 0) -> ClusterInfo:
+        """Brings up so many hosts; 0: as many as there were. ``control_hosts``: so many of them, from the first one on,
+        have a member of etcd and a coordinator; 0: as before, and at first one. Returns once the cluster has them all.
 
         Raises ConfigError (no name, another number than is on, a cluster without test hosts), PreflightFailed where
         this machine cannot have them, DeadlineExceeded, and what ``Cluster.up`` and ``Cluster.join`` raise, as of the
@@ -143,16 +147,16 @@ class ClusterHosts:
             raise ConfigError(f"cluster {self._cluster.cfg.cluster} was started without --hosts",
                               hint="name another --cluster for hosts on this machine")
         require()
-        self._agreed(count)  # what raises leaves nothing
+        self._agreed(count, control_hosts)  # what raises leaves nothing
         self._make_folder()
         with self._locked():
-            record = self._agreed(count)
+            record = self._agreed(count, control_hosts)
             replace_file(self._paths.test_hosts_record, record.encode(), private=True, durable=True)
             isolated = self._isolated(record)
             isolated.bridge.make()
             return self._bring(isolated, isolated.names)
 
-    def _agreed(self, count: int) -> HostsRecord:
+    def _agreed(self, count: int, control_hosts: int) -> HostsRecord:
         """The record of so many hosts, which is to be stored before any is made. Raises ConfigError, and
         PreflightFailed where no network is free."""
         found = self.record
@@ -161,7 +165,8 @@ class ClusterHosts:
         if found is None:
             names = host_names(count)
             made = IsolatedHosts.new(self._tag, names, self._paths.test_hosts)
-            return HostsRecord(count=len(names), subnet=str(made.bridge.subnet.network))
+            return _checked(HostsRecord(count=len(names), subnet=str(made.bridge.subnet.network),
+                                        control_hosts=control_hosts or 1))
         if count and count != found.count:
             more = self._isolated(found).names[len(host_names(count)):]
             if on := [name for name in more if self._isolated(found).init(name) is not None]:
@@ -169,23 +174,27 @@ class ClusterHosts:
                                   "would be without them", hint="drain them, then `elastic-rl test-hosts power-off` "
                                   f"each; or `elastic-rl down {self._options}` first")
             found = found.replace(count=count)
-        return found
+        return _checked(found.replace(control_hosts=max(control_hosts, found.control_hosts)))
 
     def _bring(self, isolated: IsolatedHosts, names: Sequence[str]) -> ClusterInfo:
         """Powers hosts on and makes them hosts of the cluster."""
-        first = isolated.names[0]
+        first, record = isolated.names[0], self.record
+        control = isolated.names[1:record.control_hosts] if record is not None else []
         for name in names:
             own = None if name == first else self._run_dir(name)
             if isolated.power_on(name, own=own, hidden=self._cluster.cfg.run_dir if own else None):
                 self._say(f"powered on {name} at {isolated.address(name)}")
+        requests = dict[str, Request]()
         if first in names:
-            settings = self._cluster.cfg.model_dump(mode="json")
-            self._run_on(isolated, {first: Request(action="up", settings=settings, name=first,
-                                                   address=isolated.address(first))})
+            requests[first] = Request(action="up", settings=self._cluster.cfg.model_dump(mode="json"), name=first,
+                                      address=isolated.address(first))
+            if not (control and self._paths.join_file.exists()):  # else etcd may have no majority without the others
+                self._run_on(isolated, requests)
+                requests.clear()
         file = JoinFile.read(self._paths.join_file)
-        self._run_on(isolated, {name: Request(
+        self._run_on(isolated, requests | {name: Request(
             action="join", settings={"run_dir": str(self._run_dir(name))}, name=name, address=isolated.address(name),
-            join_file=file) for name in names if name != first})
+            join_file=file, control=name in control) for name in names if name != first})
         info = self._cluster.connect()
         self._await_known(info, names)
         return info
@@ -226,10 +235,11 @@ class ClusterHosts:
                 record = None
             isolated = self._isolated(record)
             on = [name for name in isolated.names if isolated.init(name) is not None]
-            first = isolated.names[0]
-            for each in ([name for name in on if name != first], [name for name in on if name == first]):  # etcd last
+            control = isolated.names[:record.control_hosts if record is not None else 1]
+            # The first one stops the runs, for which it needs a majority of the members of etcd.
+            for each in (set(on) - {*control}, {*control[:1]}, {*control[1:]}):
                 try:
-                    self._run_on(isolated, {name: self._down_of(name) for name in each})
+                    self._run_on(isolated, {name: self._down_of(name) for name in on if name in each})
                 except ElasticRLError as e:
                     self._say(f"warning: {e.message}; it is powered off")
             ended = isolated.remove()
@@ -248,13 +258,14 @@ class ClusterHosts:
         cfg = self._config(name)
         return Request(action="down", settings={"run_dir": str(cfg.run_dir), "cluster": cfg.cluster})
 
-    def submit(self, *, faults: bool = False, from_job: str = "") -> None:
+    def submit(self, *, faults: bool = False, from_job: str = "", env: Mapping[str, str] = {}) -> None:
         """Submits the run of the cluster's job on the first host, with this process's environment and working folder.
+        ``env``: more variables of its environment.
         Raises as ``Cluster.admit`` and ``Cluster.submit``, and PreflightFailed for a host that is off."""
         isolated = self.isolated
         self._run_on(isolated, {isolated.names[0]: Request(
             action="submit", settings=self._cluster.cfg.model_dump(mode="json"), folder=str(Path.cwd()), faults=faults,
-            from_job=from_job)})
+            from_job=from_job)}, env)
 
     # -- faults -------------------------------------------------------------------------------------------------------
     def power_off(self, name: str) -> bool:
@@ -277,8 +288,17 @@ class ClusterHosts:
         PreflightFailed for one that is off."""
         self._with(name).cut(name)
 
+    def block(self, sender: str, receiver: str) -> None:
+        """Has what a host sends to another one get lost; what the other one sends arrives. Raises as ``cut``."""
+        self._with(sender)
+        self._with(receiver).block(sender, receiver)
+
+    def impair(self, name: str, impairment: Impairment) -> None:
+        """Has a host's link be slow, late or lossy, in place of an impairment before. Raises as ``cut``."""
+        self._with(name).impair(name, impairment)
+
     def heal(self, name: str) -> None:
-        """Takes ``cut`` back. Raises as that."""
+        """Takes back ``cut`` and ``impair`` of a host, and ``block`` to it and from it. Raises as ``cut``."""
         self._with(name).heal(name)
 
     # -- parts --------------------------------------------------------------------------------------------------------
@@ -342,12 +362,13 @@ class ClusterHosts:
                                        hint="wait for it to end, then try again")
             yield
 
-    def _run_on(self, isolated: IsolatedHosts, requests: Mapping[str, Request]) -> None:
+    def _run_on(self, isolated: IsolatedHosts, requests: Mapping[str, Request], env: Mapping[str, str] = {}) -> None:
         """Has each host do something, all at once. Raises the first of their errors, once all have ended, and
         DeadlineExceeded."""
         inside = {name: isolated.inside(name) for name in requests}
         children = {name: start_child([*entered, *processes.python(_MODULE)], stdin=subprocess.PIPE,
-                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment(), cwd="/")
+                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**_environment(), **env},
+                                      cwd="/")
                     for name, entered in inside.items()}
         with ThreadPoolExecutor(max_workers=max(1, len(children))) as pool:
             try:
@@ -376,6 +397,14 @@ class ClusterHosts:
         for line in lines:
             self._say(f"{name}: {line}")
         return answer
+
+
+def _checked(record: HostsRecord) -> HostsRecord:
+    """Raises ConfigError for hosts that there cannot be."""
+    if not 1 <= record.control_hosts <= record.count:
+        raise ConfigError(f"{record.control_hosts} of {record.count} hosts cannot have etcd and a coordinator",
+                          hint=f"give 1 to {record.count}")
+    return record
 
 
 def _environment() -> dict[str, str]:

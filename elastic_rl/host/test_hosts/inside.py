@@ -27,6 +27,8 @@ class Request(Record):
     name: str = ""
     address: str = ""
     join_file: JoinFile | None = None
+    control: bool = False
+    """Whether a member of etcd and a coordinator are there, too; else as before."""
     folder: str = ""
     """Working folder of the run to submit."""
     faults: bool = False
@@ -58,7 +60,9 @@ def _do(request: Request) -> None:
         case "join":
             assert request.join_file is not None
             cluster = Cluster(request.join_file.config(request.settings["run_dir"]), say=say)
-            cluster.join(request.join_file, name=request.name, address=request.address)
+            control = request.control or None
+            cluster.join(request.join_file, name=request.name, address=request.address, coordinator=control,
+                         etcd=control)
         case "submit":
             try:
                 os.chdir(request.folder)

@@ -8,18 +8,22 @@ and its link end with the last of its processes.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 
 from elastic_rl.errors import DeadlineExceeded, PreflightFailed
 from elastic_rl.host import processes
+from elastic_rl.host.test_hosts import impaired_link
 from elastic_rl.host.test_hosts.bridge import AS_ROOT, Bridge, interfaces, ip, routes
+from elastic_rl.host.test_hosts.impaired_link import Impairment
 from elastic_rl.host.test_hosts.naming import Subnet, bridge_name, choose_subnet, is_of_tag, link_name
 from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
@@ -31,6 +35,8 @@ DEVICE = "eth0"
 """The host's end of its link."""
 PRIVATE = (Path("/tmp"), Path("/dev/shm"))
 """Folders that each host has for itself."""
+_NOBODY = "02:00:00:00:00:01"
+"""An address of Ethernet that no device has."""
 _PROGRAMS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _NAMESPACES = ("--net", "--pid", "--mount", "--ipc", "--uts")
 _ON = "on"
@@ -100,6 +106,7 @@ class IsolatedHosts:
             self.power_off(name)  # what is left of an init that was killed
             init = self._start(name, own, hidden)
         self.bridge.connect(self._numbers[name], str(init.pid), _net_of(init.pid), DEVICE)
+        self.heal(name)
         return was_off
 
     def _start(self, name: str, own: Path | None, hidden: Path | None) -> psutil.Process:
@@ -119,9 +126,12 @@ class IsolatedHosts:
 
     def power_off(self, name: str) -> bool:
         """Ends everything on the host at once, as a power cut does, and returns once it has ended; returns whether
-        there was something. Raises DeadlineExceeded."""
+        there was something. Others are not told that their connections to it have ended. Raises DeadlineExceeded."""
         if not (found := self._marked(name)):
             return False
+        if name in self._numbers:
+            with contextlib.suppress(PreflightFailed):  # a host that was not complete has no link
+                self.cut(name)  # the kernel would say goodbye on behalf of what is killed
         # The end of the init of a pid namespace is the end of all processes in it, before it counts as ended.
         processes.kill(found, grace_s=_END_S)
         if left := [process.pid for process in found if runs(process)]:
@@ -144,9 +154,42 @@ class IsolatedHosts:
         """Raises PreflightFailed for a host that is off."""
         self.bridge.cut(self._numbers[name])
 
+    def block(self, sender: str, receiver: str) -> None:
+        """Has what a host sends to another one get lost, and nobody told. What the other one sends arrives. Raises
+        PreflightFailed for a sender that is off."""
+        ip("neigh", "replace", self.address(receiver), "lladdr", _NOBODY, "dev", DEVICE, "nud", "permanent",
+           inside=self._net(sender))
+
+    def impair(self, name: str, impairment: Impairment) -> None:
+        """Has the link of a host be slow, late or lossy, in place of an impairment before. Raises PreflightFailed for a
+        host that is off."""
+        number = self._numbers[name]
+        self.bridge.heal(number)
+        device, log = self.bridge.impairment(number), self._logs / f"{name}-link.log"
+        carrier = processes.spawn(
+            processes.python(impaired_link.__name__, self.bridge.link(number), device,
+                             json.dumps(asdict(impairment))), log=log, service=self._outlive, cwd=Path("/"))
+        try:
+            # It takes the link from the bridge once its own device is there, which carries frames from then on.
+            wait_until(lambda: self.bridge.is_on_bridge(device) and not self.bridge.is_on_bridge(
+                self.bridge.link(number)), timeout_s=_START_S, what=f"the impairment of {name}",
+                alive=lambda: carrier.poll() is None)
+        except DeadlineExceeded as e:
+            self.bridge.heal(number)
+            said = tail(log).strip().splitlines()
+            raise PreflightFailed(f"the link of {name} cannot be impaired: {said[-1] if said else e.message}",
+                                  hint=f"see {log}") from e
+
     def heal(self, name: str) -> None:
-        """Raises PreflightFailed for a host that is off."""
+        """Takes back what was done to the network of a host: ``cut``, ``impair``, and ``block`` to it and from it.
+        Raises PreflightFailed for a host that is off."""
         self.bridge.heal(self._numbers[name])
+        for other in self.names:
+            if other == name:
+                ip("neigh", "flush", "dev", DEVICE, "nud", "permanent", inside=self._net(name))
+            elif self.init(other) is not None:
+                with contextlib.suppress(PreflightFailed):  # nothing is blocked
+                    ip("neigh", "del", self.address(name), "dev", DEVICE, inside=self._net(other))
 
     def is_cut(self, name: str) -> bool:
         return self.bridge.is_cut(self._numbers[name])
@@ -168,6 +211,13 @@ class IsolatedHosts:
             return []
         space = _pid_namespace(init)
         return [process for process in psutil.process_iter() if _pid_namespace(process) == space]
+
+    def _net(self, name: str) -> list[str]:
+        """What a command line begins with that runs in the network of a host. Raises PreflightFailed while it is
+        off."""
+        if (init := self.init(name)) is None:
+            raise PreflightFailed(f"host {name} is off")
+        return _net_of(init.pid)
 
     def _mark(self, name: str) -> str:
         return f"{self.tag}/{name}"

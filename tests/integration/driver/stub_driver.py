@@ -6,7 +6,7 @@ by a signal; ``crashes`` ends by itself before it begins an epoch, ``crashes-lat
 ``loses-hosts`` ends as one whose shared hosts are lost.
 ``hangs-until-finished`` is for whole runs, in which other tests than those of a take-over need a driver: it begins an
 epoch, starts nothing, and ends when the job has finished; etcd may be away meanwhile. ``writes-until-finished`` also
-writes as a driver, without end, and goes on when it is refused (``support.driver_writes``).
+writes as a driver, without end, and goes on when it is refused (``chaos_tests.traffic.driver_writes``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import sys
 import time
 
 import psutil
-from support.driver_writes import Writer
 
+from chaos_tests.traffic import driver_writes
 from elastic_rl.errors import EtcdUnavailable, SharedDevicesLost
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
@@ -62,13 +62,8 @@ if __name__ == "__main__":
     if args.behaviour == "loses-hosts":
         sys.exit(SharedDevicesLost.EXIT_CODE)
     if args.behaviour == "writes-until-finished":
-        writer = Writer(ctx, args.id)
-        while True:
-            writer.write()
-            with contextlib.suppress(EtcdUnavailable):
-                if status(ctx, writer.etcd) == "finished":
-                    sys.exit(0)
-            time.sleep(0.1)
+        driver_writes.write_until_finished(ctx, args.id)
+        sys.exit(0)
     with ctx.connect() as etcd:
         if args.behaviour == "hangs-until-finished":
             fencing.raise_epoch(etcd, ctx.keys, holder=args.id)

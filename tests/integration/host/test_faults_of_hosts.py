@@ -1,8 +1,8 @@
 """Three hosts, each with a member of etcd, a coordinator and a DCS node, under faults in the worst moments: a join, a
 drain and a take-over that are killed, a partition, and supervisors that hang while their driver goes on.
 
-The driver is a stub that writes as the product's does and never ends by itself (``support.driver_writes``). After each
-fault, etcd must have taken the writes of one driver at a time.
+The driver is a stub that writes as the product's does and never ends by itself (``chaos_tests.traffic.driver_writes``).
+After each fault, etcd must have taken the writes of one driver at a time.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import groupby
 
 import psutil
 import pytest
-from support import driver_writes, killed_at, waiting
-from support.driver_writes import REFUSED, UNANSWERED, Driver
+from support import killed_at, waiting
 from support.killed_at import Point, after, before
 from support.lab import Lab, Machine, lab_of
 from support.stub_run import put_stub_in_place
 from support.tiers import full
 
+from chaos_tests.traffic import driver_writes
+from chaos_tests.traffic.driver_writes import REFUSED, UNANSWERED, Driver
+from chaos_tests.validate.assignments import superseded
 from elastic_rl.etcd.cluster_records import Assignment, Host, HostSpec, driver_of
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys
@@ -118,7 +121,9 @@ class Hosts:
     def drivers(self) -> list[Driver]:
         """Those whose writes etcd has taken, in their order. Fails where two have written at a time."""
         with self.lab.etcd() as etcd:
-            return driver_writes.assert_one_at_a_time(driver_writes.accepted(etcd, JOB))
+            drivers = [driver for driver, _ in groupby(driver_writes.accepted(etcd, JOB))]
+        assert superseded(drivers) == []
+        return drivers
 
     def await_writes(self, machine: Machine) -> Driver:
         """The driver on the machine, once it is the newest one of which etcd has a write."""

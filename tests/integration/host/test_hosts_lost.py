@@ -99,6 +99,7 @@ def test_cluster_outlives_its_first_host_and_the_loss_of_all(monkeypatch: pytest
         a.run("up", *a.location)
         wait_until(lambda: lab.phase("a") == "ready", what="the return of the first host")
         wait_until(lambda: all(members(a).values()), what="its member of etcd")
+        wait_until(lambda: lab.holder(), what="an answer of a coordinator, whose connection to that member was open")
         assert (lab.holder(), lab.generation()) == (holder, generation) and not a.runs()
 
         # All of them lose their power. No one of them alone has a majority when it returns.

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos_tests.nemesis.schedule import Schedule, Strike, drawn, shrunk
+from chaos_tests.faults.catalogue import WEIGHTS
+from chaos_tests.nemesis.schedule import Schedule, Strike, drawn, drawn_by_time, shrunk
 
 CATALOGUE = {f"fault-{n}": 1.0 + n for n in range(6)}
 seeds = st.integers(0, 2**64)
@@ -30,6 +32,21 @@ def test_schedule_follows_from_its_seed_and_has_what_was_asked_for(seed: int, fa
     assert Schedule.from_json(found.to_json(), [*CATALOGUE]) == found
 
 
+@given(seeds, st.integers(1, 20), st.integers(1, 15))
+def test_schedule_by_time_has_its_faults_at_seconds_that_are_apart(seed: int, faults: int, apart: int) -> None:
+    found = drawn_by_time(seed, 6.0, faults, CATALOGUE, before_s=20, apart_s=apart, after_s=40)
+    assert found.by_time and found.faults == faults and (found.steps, found.minutes) == (0, 6.0)
+    seconds = [s.second for s in found.strikes]
+    assert all(b - a >= apart for a, b in itertools.pairwise(seconds)) and 20 < seconds[0] <= seconds[-1] <= 320
+    assert all(s.step == 0 for s in found.strikes)
+    assert Schedule.from_json(found.to_json(), [*CATALOGUE]) == found
+
+
+def test_file_keeps_what_the_run_is_of() -> None:
+    made = replace(drawn(1, 60, 6, CATALOGUE), scenario="quick", settings=("--rollout.engines=2",))
+    assert Schedule.from_json(made.to_json(), [*CATALOGUE]) == made
+
+
 def test_seeds_differ_and_faults_meet() -> None:
     found = [drawn(seed, 100, 20, CATALOGUE) for seed in range(50)]
     assert len({s.strikes for s in found}) == 50
@@ -45,9 +62,12 @@ def test_numbers_that_do_not_fit_are_refused(steps: int, faults: int, catalogue:
 
 
 @pytest.mark.parametrize("changed", [
-    {"form": 2}, {"seed": "1"}, {"steps": 1}, {"strikes": None}, {"strikes": [{"step": 3}]},
-    {"strikes": [{"step": 3, "faults": ["unheard-of"]}]}, {"strikes": [{"step": True, "faults": ["fault-1"]}]},
-    {"strikes": [{"step": 4, "faults": ["fault-1"]}, {"step": 4, "faults": ["fault-2"]}]}])
+    {"form": 1}, {"minutes": 1.0}, {"settings": None}, {"minutes": "x"},
+    {"strikes": [{"step": 3, "faults": ["fault-1"], "second": 2.0}]},
+    {"seed": "1"}, {"steps": 1}, {"strikes": None}, {"strikes": [{"step": 3}]},
+    {"strikes": [{"step": 3, "faults": ["unheard-of"], "second": 0}]},
+    {"strikes": [{"step": True, "faults": ["fault-1"], "second": 0}]},
+    {"strikes": [{"step": 4, "faults": ["fault-1"], "second": 0}, {"step": 4, "faults": ["fault-2"], "second": 0}]}])
 def test_file_that_is_no_schedule_is_refused(changed: dict[str, Any]) -> None:
     fields = json.loads(drawn(1, 60, 6, CATALOGUE).to_json())
     with pytest.raises(ValueError):
@@ -87,3 +107,8 @@ def test_shrinking_ends_after_its_tries_with_a_schedule_that_fails(seed: int, tr
 def test_single_fault_is_as_small_as_it_gets() -> None:
     one = Schedule(1, 10, (Strike(3, ("fault-0",)),))
     assert shrunk(one, lambda _: pytest.fail("it is run again"), tries=9) == one
+
+
+def test_every_fault_of_the_catalogue_can_be_drawn() -> None:
+    found = drawn(1, 60, len(WEIGHTS), WEIGHTS)
+    assert sorted(name for strike in found.strikes for name in strike.faults) == sorted(WEIGHTS)

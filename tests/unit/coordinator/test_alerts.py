@@ -114,6 +114,23 @@ def test_dead_ranks_of_a_trainer_are_one_alert() -> None:
     assert [k for k in conditions(snapshot(registry=dead), 9.0) if "trainer" in k] == ["trainer.dead/trainer"]
 
 
+def test_report_of_a_group_whose_rank_is_back_already_is_of_the_alert_that_is_open() -> None:
+    def of_trainer(found: dict[str, Condition]) -> list[str]:
+        return [key for key in found if key.startswith("trainer")]
+
+    back = [LastSeen(role="trainer", id="rank-0", incarnation="2", first_seen=10.0)]
+    open_alert = opened("trainer.dead", "trainer")
+    now = conditions(snapshot(registry=back, specs={}, statuses={}), 10.1, firing={open_alert.key})
+    assert state_machine.advance(10.1, 1, [open_alert], now, [], lambda a: True, lambda a: []).put == []
+    reported = Condition("trainer.dead", "trainer", "the group re-formed", revision=7)
+    [report] = rules.merge_by_fault([reported], [open_alert])
+    [changed] = state_machine.advance(10.9, 8, [open_alert], now, [report], lambda a: True, lambda a: []).put
+    assert changed.id == open_alert.id and changed.open
+    assert of_trainer(conditions(snapshot(registry=back), 10.1)) == [], "a start is no fault"
+    assert of_trainer(conditions(snapshot(registry=back), 30.0, firing={open_alert.key})) == [], "it ends"
+
+
+
 def test_engine_alert_is_over_when_the_pool_is_complete() -> None:
     alert = advance_once(100.0, reports=[Condition("engine.dead", "e1", "m", revision=3)]).put[0]
     two = [engine("e2", EngineState.READY), engine("e3", EngineState.READY)]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.waiting import wait_until
 
-from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.errors import ConfigError, EtcdUnavailable
 from elastic_rl.faults import injector as injectors
-from elastic_rl.faults.injector import FaultInjector
+from elastic_rl.faults.context import FaultContext, InjectionEnded
+from elastic_rl.faults.injector import Elapsed, FaultInjector
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 
 
@@ -98,5 +102,108 @@ def test_injector_ends_with_the_run_and_records_faults_without_etcd(tmp_path: Pa
     injector.join(60)
     assert not injector.is_alive()
     record = json.loads(path.read_text())
-    assert "the run ended while etcd did not answer" in record["witness"] and record["healed_at"] is None
+    assert "the run ended while etcd did not answer" in record["problem"] and record["healed_at"] is None
     assert "unknown engines ready" in record["meanwhile"]
+
+
+class Running:
+    """A run whose etcd answers, at a step that a test says."""
+
+    def __init__(self, step: int = 0) -> None:
+        self.at, self.ended = step, threading.Event()
+
+    def step(self) -> int:
+        if self.ended.is_set():
+            raise InjectionEnded("the injection of faults was ended")
+        return self.at
+
+    def finished(self) -> bool:
+        return False
+
+    def ready(self) -> set[str]:
+        self.step()
+        return set()
+
+
+class Wound:
+    """A fault that heals when a test says so."""
+
+    said, state = "it waits", "ready"
+
+    def __init__(self, name: str, error: Exception | None = None) -> None:
+        self.name, self.is_injected, self.is_healed, self.error = name, False, False, error
+
+    def inject(self) -> tuple[str, str]:
+        if self.error is not None:
+            raise self.error
+        self.is_injected = True
+        return "target", "witness"
+
+    def detected(self) -> bool:
+        return True
+
+    def healed(self) -> bool:
+        return self.is_healed
+
+
+def injector_of(run: Running, plan: list[Any], path: Path, **options: Any) -> FaultInjector:
+    made = FaultInjector(run, RunLog(LineFile(path)), plan, path.with_name("steps.jsonl"),  # type: ignore[arg-type]
+                         **options)
+    made.start()
+    return made
+
+
+def test_turn_by_time_counts_from_the_first_step_that_was_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, run, first, second = [0.0], Running(), Wound("a"), Wound("b")
+    monkeypatch.setattr(injectors, "time", SimpleNamespace(time=time.time, monotonic=lambda: now[0]))
+    injector = injector_of(run, [(Elapsed(5.0), [first]), (Elapsed(900.0), [second])], tmp_path / "f")
+    now[0] = 100.0
+    run.at = 3
+    wait_until(lambda: injector._began_s is not None, what="the first step")
+    assert not first.is_injected
+    now[0] = 105.0
+    wait_until(lambda: first.is_injected, what="the fault")
+    first.is_healed = True
+    injector.end()
+    injector.join(60)
+    assert not injector.is_alive() and not second.is_injected
+
+
+def test_next_fault_waits_for_recovery_unless_they_may_overlap(tmp_path: Path) -> None:
+    for overlap in (1, 2):
+        wounds = [Wound("a"), Wound("b"), Wound("c")]
+        injector = injector_of(Running(9), [(1, [wound]) for wound in wounds], tmp_path / f"f{overlap}",
+                               overlap=overlap)
+        wait_until(lambda ws=wounds, n=overlap: all(w.is_injected for w in ws[:n]), what="the first faults")
+        assert len(injector.under_way) <= overlap and not wounds[overlap].is_injected
+        for wound in wounds:
+            wound.is_healed = True
+        injector.join(60)
+        assert not injector.is_alive() and len(injector.over) == 3 and not injector.under_way
+
+
+@pytest.mark.parametrize("error", [ConfigError("there is none"), KeyError("unexpected")])
+def test_fault_that_cannot_be_injected_has_a_problem_and_no_witness(error: Exception, tmp_path: Path) -> None:
+    injector_of(Running(9), [(1, [Wound("a", error)])], tmp_path / "f").join(60)
+    record = json.loads((tmp_path / "f").read_text())
+    assert record["witness"] == "" and record["problem"] and record["healed_at"] is None
+
+
+def test_recovery_that_is_not_seen_is_given_up_and_keeps_its_witness(tmp_path: Path) -> None:
+    injector_of(Running(9), [(1, [Wound("a")])], tmp_path / "f", heal_timeout_s=1e-9).join(60)
+    record = json.loads((tmp_path / "f").read_text())
+    assert (record["witness"], record["state"], record["said"]) == ("witness", "ready", "it waits")
+    assert "recovery from a was not seen" in record["problem"] and record["healed_at"] is None
+
+
+def test_nothing_is_injected_any_more_once_it_has_ended(tmp_path: Path) -> None:
+    wound, context = Wound("a"), FaultContext(*[None] * 4)  # type: ignore[arg-type]
+    context.ended.set()
+    with pytest.raises(InjectionEnded):
+        _ = context.etcd
+    run = Running(0)
+    injector = injector_of(run, [(1, [wound])], tmp_path / "f")
+    injector.end()
+    run.at = 5
+    injector.join(60)
+    assert not injector.is_alive() and not wound.is_injected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -135,6 +136,37 @@ def test_torn_last_line_is_skipped(tmp_path: Path) -> None:
     assert [r["step"] for r in build.read_records(path)] == [0]
 
 
+@given(st.lists(st.sampled_from(['{"kind": "step", "step": 1}', '{"kind": "eval"}', '{"kind": "st', "[]", "1", "",
+                                 '{"kind": "a"}, {"kind": "b"}', '{"step": 2}']), max_size=12), st.integers(1, 4))
+def test_lines_that_are_parsed_together_are_the_records_of_each(lines: list[str], together: int) -> None:
+    def record(line: str) -> object:
+        try:
+            return json.loads(line)
+        except json.JSONDecodeError:
+            return None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_TOGETHER", together)
+        found = list(build.parse_lines(lines))
+    assert found == [r for line in lines if isinstance(r := record(line), dict) and "kind" in r]
+
+
+@given(st.lists(st.integers(0, 5), max_size=60), st.integers(0, 60), st.integers(1, 200), st.booleans())
+def test_records_since_a_time_are_all_of_them_and_few_more(gaps: list[int], since: int, block: int, torn: bool) -> None:
+    times = [float(sum(gaps[:n])) for n in range(1, len(gaps) + 1)]
+    lines = [json.dumps({"kind": "step", "step": n, "at": at, "note": "ä" * (n % 7)}) for n, at in enumerate(times)]
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path = Path(folder) / "steps.jsonl"
+        path.write_text("".join(f"{line}\n" for line in lines) + ('{"kind": "st' if torn else ""))
+        patch.setattr(build, "_BLOCK_BYTES", block)
+        found = build.read_records_since(path, float(since))
+        whole = build.read_records(path)
+        assert found == whole[len(whole) - len(found):]
+        assert [r for r in found if r["at"] >= since] == [r for r in whole if r["at"] >= since]
+        assert len([r for r in found if r["at"] < since]) <= 1 + block // min(map(len, lines), default=1)
+        assert build.read_records_since(path.with_name("none"), 0.0) == []
+
+
 def test_page_is_self_contained_and_beside_its_numbers(tmp_path: Path) -> None:
     rows = records()
     page = html.write(_report(rows, status="finished"), rows, JobPaths(tmp_path))
@@ -166,14 +198,33 @@ def test_every_documented_metric_of_an_update_has_a_curve() -> None:
     assert drawn == len(UPDATE.keys() | THROUGHPUT.keys()) - len(left_out)
 
 
-@given(st.lists(st.floats(-1e9, 1e9), max_size=900), st.integers(1, 300))
-def test_downsampled_curve_keeps_the_order_the_ends_and_the_mean(values: list[float], limit: int) -> None:
+@given(st.lists(st.floats(-1e9, 1e9), max_size=900), st.integers(2, 300))
+def test_thinned_curve_keeps_the_order_and_the_extremes(values: list[float], limit: int) -> None:
     points = [(float(n), value) for n, value in enumerate(values)]
-    found = curves.downsample(points, limit)
+    found = charts.envelope(points, limit)
+    assert len(found) <= limit and set(found) <= set(points)
+    assert found == sorted(found, key=lambda point: point[0])
+    if points:
+        assert {min(values), max(values)} <= {y for _, y in found}
+    if len(points) <= limit:
+        assert found == points
+
+
+@given(st.lists(st.floats(-1e9, 1e9), max_size=900), st.integers(1, 300))
+def test_averaged_curve_keeps_the_order_and_the_mean(values: list[float], limit: int) -> None:
+    points = [(float(n), value) for n, value in enumerate(values)]
+    found = charts.means(points, limit)
     assert len(found) == min(len(points), limit)
     assert [x for x, _ in found] == sorted(x for x, _ in found)
     if points and not len(points) % limit:
         assert sum(y for _, y in found) / len(found) == pytest.approx(sum(values) / len(values), abs=1e-3)
+
+
+@given(st.lists(st.integers(), max_size=900), st.integers(1, 300))
+def test_parts_are_all_items_in_order_and_nearly_equal(items: list[int], limit: int) -> None:
+    found = charts.parts(items, limit)
+    assert [item for part in found for item in part] == items
+    assert len(found) == min(limit, len(items)) and len({len(part) for part in found}) <= 2
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
@@ -184,6 +235,26 @@ def test_curves_draw_whatever_an_algorithm_reports(values: list[float]) -> None:
     _Balanced().check(page)
     assert "nan" not in page and "inf" not in page
     assert ("<figcaption>&lt;b&gt; <b>" in page) == any(abs(value) < 1e30 for value in values)
+
+
+def test_page_does_not_grow_with_the_steps() -> None:
+    """Nor with engines that are replaced and lag, and with faults."""
+    rows = records(2000)
+    assert len(html.render(_report(rows), rows)) < 500_000
+    start = rows[-1]["at"]
+    for n, row in enumerate(row for row in rows if row["kind"] == "step"):
+        row["engines"] = [{**engine, "version": row["policy_version"] - 1 - n % 3} for engine in row["engines"]]
+        row["engines"][-1]["id"] = f"spare-{n // 10:03}"
+    for n in range(300):
+        rows.append({"kind": "fault", "name": "kill-rank", "step": 20 * n, "at": start, "injected_at": start - 1 - n,
+                     "detected_at": start - n, "healed_at": start, "witness": "gone", "meanwhile": "", "target": "0"})
+    report = _report(rows)
+    page = html.render(report, rows)
+    _Balanced().check(page)
+    assert len(page) < 700_000
+    assert "Of 304 faults the newest 50 are drawn, and the newest 200 listed" in page
+    assert "Of 203 engines the newest 50 are drawn" in page and "spare-200" in page and "spare-000" not in page
+    assert len(report["faults"]) == 304 and len(report["engines"]) == 203
 
 
 def test_names_from_a_run_cannot_become_markup() -> None:

@@ -1,4 +1,5 @@
-"""What a stub in the place of a driver writes as one, and what etcd has of that.
+"""A run without anything to compute: in the driver's place is a process that writes as one, and goes on when it is
+refused, so that only what etcd refuses keeps two of them apart.
 
 Each write that etcd takes is a key, so that whoever reads them has the order in which they were taken, and by whom. A
 writer keeps a file on its host of what it has tried.
@@ -6,25 +7,45 @@ writer keeps a file on its host of what it has tried.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import socket
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
 from pathlib import Path
 
 from elastic_rl.config import Config
 from elastic_rl.errors import Conflict, EtcdUnavailable, Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.etcd.records import JobStatus
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.etcd.transaction import Op
 from elastic_rl.host.paths import JobPaths
+from elastic_rl.runtime.process import die_with_parent
 
+PREFIX = "/stub_driver/"
 ACCEPTED, REFUSED, UNANSWERED = "accepted", "refused", "unanswered"
+_PAUSE_S = 0.1
+_COMMAND = (sys.executable, "-m", "chaos_tests.traffic.driver_writes")
+_SITE = """
+import sys
+if "elastic_rl.run_service" in sys.orig_argv:
+    from elastic_rl import train
+    python = train.processes.python
+    train.job_check.require = lambda *_, **__: []
+    train.processes.python = lambda module, *args: (
+        COMMAND + list(args) if module == "elastic_rl.driver" else python(module, *args))
+"""
+"""What the interpreter of a run executes when it starts, because the environment that the run was submitted with says
+so: a run that the host agent has started must have that environment too."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +82,7 @@ class Writer:
             outcome = REFUSED
         except EtcdUnavailable:
             outcome = UNANSWERED
-        with _tried(self._ctx.config).open("a") as file:
+        with _tried(self._ctx.config).open("a", encoding="utf-8") as file:
             file.write(f"{os.getpid()} {outcome}\n")
 
     def _begin(self) -> Driver:
@@ -74,7 +95,8 @@ class Writer:
 def tried(cfg: Config, outcome: str) -> int:
     """How many writes had this outcome on the host whose settings these are."""
     path = _tried(cfg)
-    return sum(line.split()[1:] == [outcome] for line in path.read_text().splitlines()) if path.exists() else 0
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return sum(line.split()[1:] == [outcome] for line in lines)
 
 
 def accepted(etcd: EtcdClient, job: str) -> list[Driver]:
@@ -83,18 +105,48 @@ def accepted(etcd: EtcdClient, job: str) -> list[Driver]:
     return [Driver(**json.loads(kv.value)) for kv in kvs]
 
 
-def assert_one_at_a_time(writes: Sequence[Driver]) -> list[Driver]:
-    """Fails where a driver has written after a later one has; returns the drivers, in their order."""
-    drivers = [driver for driver, _ in groupby(writes)]
-    for one, following in pairwise(drivers):
-        assert one.epoch < following.epoch and one.generation < following.generation, (one, following)
-        assert one.assignment <= following.assignment, (one, following)
-    return drivers
+def works(etcd: EtcdClient, job: str, assignment: int) -> bool:
+    """Whether the newest write that etcd has taken is of the driver that was started for this assignment."""
+    newest = max(etcd.range(_prefix(job), limit=1, newest_first=True)[0], key=lambda kv: kv.mod_revision, default=None)
+    return newest is not None and Driver(**json.loads(newest.value)).assignment == assignment
+
+
+def write_until_finished(ctx: RunContext, driver_id: str) -> None:
+    """Writes until the job's status is ``finished``."""
+    writer = Writer(ctx, driver_id)
+    while True:
+        writer.write()
+        with contextlib.suppress(EtcdUnavailable):
+            status = readable_one(writer.etcd.get(ctx.keys.job_status()), JobStatus)
+            if status is not None and status.phase == "finished":
+                return
+        time.sleep(_PAUSE_S)
+
+
+def environment(folder: Path, command: Sequence[str] = _COMMAND) -> dict[str, str]:
+    """Variables with which what is submitted has a command in the place of its driver, and a job that is not checked.
+    ``folder``: one for the means, which each host sees. ``command``: this module by default."""
+    (site := folder / "site").mkdir()
+    (site / "sitecustomize.py").write_text(f"COMMAND = {[*command]!r}\n{_SITE}", encoding="utf-8")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))}
+
+
+def main() -> None:
+    die_with_parent()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--context", required=True)
+    parser.add_argument("--id", required=True)
+    args = parser.parse_args()
+    write_until_finished(RunContext.load(args.context), args.id)
 
 
 def _prefix(job: str) -> str:
-    return f"/stub_driver/{job}/"
+    return f"{PREFIX}{job}/"
 
 
 def _tried(cfg: Config) -> Path:
     return JobPaths.of(cfg).private / "tried"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The abort switch of a run: who asks for it, what of its own makes a run abort itself, and what is undone then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
+from elastic_rl.errors import ConfigError
+from elastic_rl.etcd.cluster_records import JobPhase
+from elastic_rl.etcd.records import Severity
+from elastic_rl.faults.undo import undo_all
+from elastic_rl.host import file_lock
+
+_FILE, _LOCK, _UNDO = "abort", "runner.lock", "undo.jsonl"
+_AFTERWARDS_S = 60.0
+"""An alert that begins so soon after the recovery from a fault is of that fault."""
+
+
+def undo(folder: Path) -> list[str]:
+    """Undoes what faults of the run in a folder have left; returns what it did."""
+    return undo_all(folder)
+
+
+class AbortSwitch:
+    """Of a run that goes on. The first reason counts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file, self._requested, self._lock = folder / _FILE, threading.Event(), threading.Lock()
+        self._why = ""
+
+    def request(self, why: str) -> None:
+        with self._lock:
+            self._why = self._why or why
+        self._requested.set()
+
+    @property
+    def why(self) -> str:
+        """Why the run is to end early; "" as long as it is not."""
+        if not self._requested.is_set() and self._file.exists():
+            self.request(f"the file {self._file.name} is in the folder of the run")
+        return self._why
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns once the run is to end early, or after so long."""
+        self._requested.wait(timeout_s)
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[AbortSwitch]:
+    """Makes this process the one that runs in a folder within the block; at its end, whatever it is, what faults have
+    left is undone. Raises ConfigError where another one does."""
+    with (folder / _LOCK).open("w", encoding="utf-8") as lock:
+        if not file_lock.taken(lock):
+            raise ConfigError(f"another process runs in {folder}", hint="name another folder with --out")
+        (folder / _FILE).unlink(missing_ok=True)
+        try:
+            yield AbortSwitch(folder)
+        finally:
+            undo(folder)
+
+
+def is_running(folder: Path) -> bool:
+    lock = folder / _LOCK
+    return lock.exists() and file_lock.is_held(lock)
+
+
+def abort(folder: Path) -> list[str] | None:
+    """Has the run in a folder end: its process does the rest, and this returns None. Where that is gone, it undoes what
+    faults have left, and returns what it did. Raises ConfigError for a folder without a run."""
+    if not (folder / _LOCK).exists():
+        raise ConfigError(f"no chaos run was in {folder}", hint="name the folder that `elastic-rl chaos run` has said")
+    if is_running(folder):
+        (folder / _FILE).touch()
+        return None
+    return undo(folder)
+
+
+def undo_of_killed_runs(results: Path) -> dict[str, list[str]]:
+    """Undoes what those of the runs whose folders are in ``results`` have left whose process was killed; what was done,
+    by run."""
+    found: dict[str, list[str]] = {}
+    for file in results.glob(f"*/{_UNDO}"):
+        if not is_running(file.parent) and (done := undo_all(file.parent)):
+            found[str(file.parent)] = done
+    return found
+
+
+def reason(phase: JobPhase | None, alerts: Sequence[Alert], over: Sequence[Mapping[str, Any]],
+           under_way: Collection[float]) -> str:
+    """Why a run against a cluster that others use is to be aborted; "" for no reason. ``phase``: of the job; None: it
+    is not known. ``over``: records of the faults that are over or were given up. ``under_way``: when each of the others
+    has begun. Pure."""
+    if phase is not None and phase is not JobPhase.RUNNING:
+        return f"the job is {phase.value}"
+    for fault in over:
+        if fault["witness"] and fault["healed_at"] is None:
+            return f"the job has not recovered from {fault['name']}: {fault['problem']}"
+    for alert in alerts:
+        if alert.phase is Phase.FIRING and alert.severity is Severity.ERROR and not _of_a_fault(
+                alert.since, over, under_way):
+            return f"the alert {alert.kind} of {alert.subject} is of none of the faults: {alert.message}"
+    return ""
+
+
+def _of_a_fault(since: float, over: Sequence[Mapping[str, Any]], under_way: Collection[float]) -> bool:
+    """Whether an alert began while a fault was under way, or soon after it."""
+    return any(since >= began for began in under_way) or any(
+        fault["injected_at"] <= since <= (fault["healed_at"] or fault["injected_at"]) + _AFTERWARDS_S
+        for fault in over)

@@ -1,0 +1,171 @@
+"""Whether something grows with the steps of a run. A pure check of its event log.
+
+Each series (the memory of a process, the keys in etcd, …) is cut into blocks of equal numbers of steps, of
+which the medians count, and gets the slope of Theil and Sen, the median of the slopes between any two blocks, with its
+bound of confidence from Kendall's rank statistic (Sen 1968). It grows when the bound is above the limit of its kind,
+over all of the run after its warm-up and over the last half of that: a cache that fills, a buffer that was enlarged
+once, and what is swept now and then do not, and a slow leak below noise does.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+
+from chaos_tests.event_log import Event, Kind
+
+Point = tuple[float, float]
+"""A step, and what was measured then."""
+
+LIMITS: Mapping[str, float] = {
+    "anonymous_bytes": 1000.0, "descriptors": 1e-3, "threads": 1e-3, "etcd_keys": 1e-3, "etcd_bytes": 250.0,
+    "files": 1e-3, "file_bytes": 250.0, "history_bytes": 5000.0, "shm_files": 1e-3, "shm_bytes": 250.0,
+    "status_s": 1e-6, "step_s": 2e-6}
+"""Most that a kind of series may grow a step. A job that takes a step in half a minute does a million in a year: 1 GB
+of memory, a thousand descriptors, a second for ``status`` and two for a step. Logs have a limit of their own
+(``telemetry.log_max_bytes``), below which they grow; ``history_bytes`` is ``steps.jsonl``, a record a step."""
+WARM_UP = 0.25
+"""Part of a series that does not count: caches fill and rings wrap around in it."""
+BLOCKS = 24
+_FEWEST_BLOCKS = 16
+_Z = 3.29
+"""Quantile of the confidence: one series in two thousand that does not grow is found to, by one of the two bounds."""
+
+
+@dataclass(frozen=True)
+class Trend:
+    """How a series goes with the steps."""
+
+    kind: str
+    """One of ``LIMITS``."""
+    subject: str
+    """The process, as its role and pid; "" for what is of the whole run."""
+    first: Point
+    last: Point
+    """The medians of its first and last block after the warm-up."""
+    slope: float
+    lower: float
+    upper: float
+    """By how much it grows a step, and the bounds of that."""
+    late: float
+    """The lower bound of its last half."""
+
+    @property
+    def limit(self) -> float:
+        return LIMITS[self.kind]
+
+    @property
+    def grows(self) -> bool:
+        return min(self.lower, self.late) > self.limit
+
+    @property
+    def resolved(self) -> bool:
+        """Whether the run was long enough to say of this series that it stays within its limit."""
+        return self.grows or self.upper <= self.limit
+
+    def __str__(self) -> str:
+        return (f"{self.kind}{f' of {self.subject}' if self.subject else ''}: {self.slope:+.4g} a step "
+                f"({self.lower:+.4g} to {self.upper:+.4g}; at most {self.limit:g}), {self.first[1]:.6g} at step "
+                f"{self.first[0]:.0f}, {self.last[1]:.6g} at step {self.last[0]:.0f}")
+
+
+@dataclass(frozen=True)
+class Violation:
+    """Something that grows with the steps."""
+
+    trend: Trend
+    rule: str = "growth"
+
+    @property
+    def what(self) -> str:
+        return str(self.trend)
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.what}"
+
+
+def check(events: Iterable[Event]) -> list[Violation]:
+    return [Violation(trend) for trend in trends(events) if trend.grows]
+
+
+def trends(events: Iterable[Event]) -> list[Trend]:
+    """Of each series that has samples enough, by kind and subject."""
+    found = [(kind, subject, trend_of(points)) for (kind, subject), points in sorted(series(events).items())]
+    return [Trend(kind, subject, *numbers) for kind, subject, numbers in found if numbers is not None]
+
+
+def series(events: Iterable[Event]) -> dict[tuple[str, str], list[Point]]:
+    """The points of each kind and subject, by step. A process that was started again is another subject: its memory
+    begins again."""
+    samples, clock = list[tuple[float, str, str, float]](), dict[float, float]()
+    found = defaultdict[tuple[str, str], list[Point]](list)
+    for event in events:
+        at = float(event["at"])
+        if event["kind"] == Kind.STEP:
+            clock[at] = float(event["step"])
+            if (total := (event.get("seconds") or {}).get("total")) is not None:
+                found["step_s", ""].append((float(event["step"]), float(total)))
+        elif event["kind"] == Kind.STORE:
+            clock[at] = float(event["step"])
+            samples += [(at, kind, "", float(event[kind])) for kind in LIMITS if kind in event]
+        elif event["kind"] == Kind.PROCESS:
+            subject = f"{event['role']} ({event['pid']})"
+            samples += [(at, kind, subject, float(event[kind])) for kind in LIMITS if kind in event]
+    steps = _Clock(clock)
+    for at, kind, subject, value in samples:
+        if (step := steps.at(at)) is not None:
+            found[kind, subject].append((step, value))
+    return {key: sorted(points) for key, points in found.items()}
+
+
+class _Clock:
+    """At which step a run was at a time, between the times of which that is known."""
+
+    def __init__(self, steps: Mapping[float, float]) -> None:
+        self._known = sorted(steps.items())
+
+    def at(self, at: float) -> float | None:
+        """None before the first time that is known; after the last one the step of that."""
+        after = bisect.bisect_right(self._known, (at, float("inf")))
+        if not after:
+            return None
+        (began, low), (ended, high) = self._known[after - 1], self._known[min(after, len(self._known) - 1)]
+        return low + (high - low) * ((at - began) / (ended - began) if ended > began else 0.0)
+
+
+def trend_of(points: Sequence[Point]) -> tuple[Point, Point, float, float, float, float] | None:
+    """First and last block, slope, lower and upper bound, and the lower bound of the last half, of points by step;
+    None where there are too few."""
+    if not points or len(blocks := list(_blocks(points))) < _FEWEST_BLOCKS:
+        return None
+    slope, lower, upper = theil_sen(blocks)
+    return blocks[0], blocks[-1], slope, lower, upper, theil_sen(blocks[len(blocks) // 2:])[1]
+
+
+def _blocks(points: Sequence[Point]) -> Iterator[Point]:
+    """The medians of equal lengths of steps, after the warm-up."""
+    low, high = points[0][0], points[-1][0]
+    low += WARM_UP * (high - low)
+    if high <= low:
+        return
+    parts = defaultdict[int, list[Point]](list)
+    for step, value in points:
+        if step >= low:
+            parts[min(BLOCKS - 1, int((step - low) / (high - low) * BLOCKS))].append((step, value))
+    for number in sorted(parts):
+        yield median(step for step, _ in parts[number]), median(value for _, value in parts[number])
+
+
+def theil_sen(points: Sequence[Point]) -> tuple[float, float, float]:
+    """The slope of points, at least two with different steps, and its lower and upper bound of confidence: infinite
+    where so few points say nothing."""
+    slopes = sorted((y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in combinations(points, 2) if x1 > x0)
+    n = len(points)
+    spread = _Z * (n * (n - 1) * (2 * n + 5) / 18) ** 0.5
+    low, high = int((len(slopes) - spread) // 2), int(-((len(slopes) + spread) // -2))
+    return (median(slopes), slopes[low] if low >= 0 else float("-inf"),
+            slopes[high] if high < len(slopes) else float("inf"))

@@ -1,0 +1,73 @@
+"""A receiver of alerts: what an operator would have been told during a run."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+_TITLE = re.compile(r"\[(?:FIRING|RESOLVED|EVENT)\] [^:]+: (?P<kind>\S+) (?P<subject>.+)")
+_LINE = re.compile(r"(?P<kind>\S+) (?P<subject>[^:]+): .* id=(?P<id>\S+)")
+_TRAILER = re.compile(r"^(?:ids?=(?P<ids>\S+) )?phase=(?P<phase>\w+) ", re.MULTILINE)
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Notice:
+    """One alert of a notification."""
+
+    alert: str
+    """Its kind; "" in a notification that only sums up, and so is the subject."""
+    subject: str
+    phase: str
+    key: str
+    """Id of the alert: a notification is delivered at least once, so the same one may come again."""
+
+
+def notices(title: str, body: str) -> Iterator[Notice]:
+    """The alerts that a notification is about; none for what is no notification of an alert. Pure."""
+    if (trailer := _TRAILER.search(body)) is None:
+        return
+    phase = trailer["phase"]
+    ids = (trailer["ids"] or "").split(",") if trailer["ids"] else []
+    if len(ids) == 1 and (found := _TITLE.fullmatch(title)):
+        yield Notice(found["kind"], found["subject"], phase, ids[0])
+    elif ids:
+        yield from (Notice("", "", phase, each) for each in ids)
+    else:
+        for line in body.splitlines():
+            if found := _LINE.fullmatch(line):
+                yield Notice(found["kind"], found["subject"], phase, found["id"])
+
+
+class Receiver:
+    """An HTTP server on loopback that takes notifications until ``close``."""
+
+    def __init__(self, on_notice: Callable[[Notice], None]) -> None:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                read = self.rfile.read(min(int(self.headers["content-length"] or 0), _MAX_BYTES))
+                try:
+                    sent = json.loads(read)
+                    for notice in notices(str(sent["title"]), str(sent["message"])):
+                        on_notice(notice)
+                finally:
+                    self.send_response(200)
+                    self.send_header("content-length", "0")
+                    self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"json://127.0.0.1:{self._server.server_port}"
+        """Apprise URL."""
+        threading.Thread(target=self._server.serve_forever, name="receiver", daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()

@@ -1,0 +1,115 @@
+"""What a report says, as a JSON object, and the files that it is written to."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chaos_tests.event_log import Event, Records
+from chaos_tests.report.html import render
+from chaos_tests.validate.faults import began
+from chaos_tests.validate.judge import judge
+from chaos_tests.validate.statistics import Timeline, statistics, timeline
+from chaos_tests.validate.verdict import RULES, State, Verdict
+from elastic_rl.runtime.files import replace_file
+
+FORM = 1
+"""Form of report.json."""
+EVENTS, BASELINE = "events.jsonl", "baseline"
+REPORT, PAGE = "report.json", "report.html"
+_MOST_RECORDS, _MOST_CHARS = 6, 1200
+"""Most records of a violation, and characters of a value of them, that a report has: the log has all."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A run, its baseline, and what is said of them."""
+
+    run: Timeline
+    baseline: Timeline | None
+    verdicts: Sequence[Verdict]
+
+    @property
+    def passed(self) -> bool:
+        return all(verdict.state is not State.VIOLATED for verdict in self.verdicts)
+
+
+def read(folder: Path) -> Judged:
+    """Judges the log in a folder of results. Raises ValueError where a file is no log, and OSError."""
+    log, its = Records(folder / EVENTS), folder / BASELINE / EVENTS
+    baseline = Records(its) if its.exists() else None
+    return Judged(timeline(log), timeline(baseline) if baseline is not None else None, judge(log, baseline))
+
+
+def build(judged: Judged) -> dict[str, Any]:
+    """``form``; ``passed``; of the run ``scenario``, ``seed``, ``target``, ``commit``, ``versions``, ``schedule``,
+    ``job_phase``, ``aborted``; ``reproduce`` (a command line); ``verdicts``: a row for each rule with ``rule``,
+    ``about``, ``state``, ``evidence``, ``violations`` (each ``what``, ``records``), ``further``; ``statistics``
+    (``validate.statistics``); ``faults``: each as the log has it, with ``detect_s`` and ``heal_s``. A number that could
+    not be measured is null."""
+    run, end = judged.run.run, judged.run.end or {}
+    return {
+        "form": FORM, "passed": judged.passed,
+        **{name: run.get(name) for name in ("scenario", "seed", "target", "commit", "versions", "schedule")},
+        "began_at": run.get("at"), "job": (run.get("settings") or {}).get("job"), "job_phase": end.get("phase"),
+        "aborted": end.get("aborted", ""), "has_baseline": judged.baseline is not None, "reproduce": reproduce(run),
+        "verdicts": [_verdict(verdict) for verdict in judged.verdicts],
+        "statistics": statistics(judged.run, judged.baseline),
+        "faults": [_fault(fault) for fault in sorted(
+            judged.run.faults, key=lambda f: began(f) if f.get("injected_at") is not None else math.inf)]}
+
+
+def reproduce(run: Event) -> str:
+    """The command line that draws the same schedule for the same job; "" of a log that names no scenario."""
+    schedule: Mapping[str, Any] = run.get("schedule") or {}
+    if not run.get("scenario"):
+        return ""
+    length = f"--minutes {schedule['minutes']:g}" if schedule.get("minutes") else f"--steps {schedule.get('steps', 0)}"
+    faults = sum(len(strike["faults"]) for strike in schedule.get("strikes") or ())
+    return " ".join(["elastic-rl chaos run", f"--scenario {run['scenario']}", f"--seed {run.get('seed')}", length,
+                     f"--faults {faults}", *(schedule.get("settings") or ())])
+
+
+def write(folder: Path) -> Path:
+    """Writes report.json and report.html of the log in a folder of results, each whole or not at all; returns the
+    page's path. Raises as ``read``."""
+    judged = read(folder)
+    report = build(judged)
+    text = json.dumps(_finite(report), indent=1, allow_nan=False) + "\n"
+    for name, content in ((REPORT, text), (PAGE, render(report, judged.run, judged.baseline))):
+        replace_file(folder / name, content)
+    return folder / PAGE
+
+
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    return {"rule": verdict.rule, "about": RULES[verdict.rule], "state": verdict.state.value,
+            "evidence": verdict.evidence, "further": verdict.further,
+            "violations": [{"what": violation.what,
+                            "records": [_short(record) for record in violation.records[:_MOST_RECORDS]]}
+                           for violation in verdict.violations]}
+
+
+def _short(record: Event) -> dict[str, Any]:
+    return {name: value if len(text := json.dumps(value)) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}…"
+            for name, value in record.items()}
+
+
+def _fault(fault: Event) -> dict[str, Any]:
+    def after(moment: str) -> float | None:
+        return fault[moment] - fault["injected_at"] if fault.get(moment) is not None and (
+            fault.get("injected_at") is not None) else None
+    return {**{name: value for name, value in fault.items() if name != "kind"},
+            "detect_s": after("detected_at"), "heal_s": after("healed_at")}
+
+
+def _finite(value: Any) -> Any:
+    """Numbers that JSON does not have are null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value

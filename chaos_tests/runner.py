@@ -1,0 +1,388 @@
+"""Runs a schedule of faults against a cluster, and writes down all that happens, in a folder.
+
+A folder of results has ``schedule.json``, which reproduces the run, ``events.jsonl`` (``event_log``), from which it is
+judged and its report is made, and ``baseline/`` with the same of the run without faults. What faults have left to be
+undone is in ``undo.jsonl``, and a file ``abort`` ends the run (``abort``).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+from chaos_tests import abort, report, sampling
+from chaos_tests.abort import AbortSwitch
+from chaos_tests.event_log import FORM, EventLog, Kind
+from chaos_tests.faults.catalogue import FAULTS, plan_of
+from chaos_tests.nemesis.schedule import Schedule
+from chaos_tests.observation import Observer, require_client
+from chaos_tests.receiver import Notice, Receiver
+from chaos_tests.scenarios import SCENARIOS, Scenario, Tier
+from chaos_tests.target import Target, own_cluster, own_config
+from elastic_rl.config import Config, secrets
+from elastic_rl.coordinator.alerts.state_machine import Phase
+from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable
+from elastic_rl.etcd import events
+from elastic_rl.etcd.keys import ROOT
+from elastic_rl.faults.context import Fault, FaultContext
+from elastic_rl.faults.injector import FaultInjector
+from elastic_rl.faults.undo import UndoRegistry
+from elastic_rl.pipeline.records.run_log import LineFile, RunLog
+from elastic_rl.report.build import parse_lines
+
+log = logging.getLogger(__name__)
+
+SCHEDULE, EVENTS, BASELINE, UNDO = "schedule.json", "events.jsonl", "baseline", "undo.jsonl"
+_POLL_S = 1.0
+_SAMPLE_S = 10.0
+_EVENTS_READ = 500
+"""Newest events that are read at once: far more than happen between two readings."""
+_ALERTS_END_S = 60.0
+"""Time for the alerts of faults that are over to end too: each has a hold of its own."""
+_END_S = 30.0
+"""Longest wait for what is under way once a run is to end."""
+_LATE = 3.0
+"""A run by time ends when its minutes are over and each of its faults has had its turn, and after so many times its
+minutes in any case."""
+_BY_TIME_STEPS = 1_000_000
+"""Steps of a job that is run by time: it is stopped before."""
+_PACKAGES = ("elastic-rl", "ray", "sglang", "torch", "megatron-core", "etcd3")
+Say = Callable[[str], None]
+OnSwitch = Callable[[AbortSwitch], None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How faults are injected into a target."""
+
+    overlap: int = 1
+    """Strikes that may be under way at once."""
+    recovery_s: float = 900.0
+    """A fault from which the job has not recovered after so long is given up."""
+    aborts_itself: bool = False
+    """Whether a run ends early for a reason of ``abort.reason``. On a cluster of its own that is a finding."""
+    guard: Callable[[FaultContext], Callable[[str, Fault], Fault]] | None = None
+    """Makes of each fault the one that is injected (``blast_radius.guarded``)."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is wrong with a run that has ended."""
+
+    folder: Path
+    wrong: Sequence[str]
+    aborted: str = ""
+    """Why it was ended early."""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.wrong or self.aborted)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+def run(schedule: Schedule, folder: Path, *, baseline: bool | None = None, say: Say = log.info,
+        switch: OnSwitch = lambda switch: None) -> Outcome:
+    """Runs a schedule on a cluster of its own. ``baseline``: whether the job runs without faults first; None: as its
+    scenario has it. ``switch``: called with the run's abort switch before anything is started. Raises ConfigError for a
+    schedule of an unknown scenario, or a folder with results, and another ElasticRLError where the cluster or its job
+    cannot be started."""
+    scenario = scenario_of(schedule)
+    _prepare(schedule, folder)
+    with abort.running(folder) as aborts:
+        switch(aborts)
+        if scenario.baseline if baseline is None else baseline:
+            say("the baseline: the same job without faults")
+            (folder / BASELINE).mkdir()
+            _run_own(scenario, replace(schedule, strikes=()), folder / BASELINE, aborts, say, baseline=True)
+        if aborts.why:
+            return Outcome(folder, [], aborts.why)
+        say(f"the run with {schedule.faults} faults")
+        _run_own(scenario, schedule, folder, aborts, say, baseline=False)
+        return _reported(folder)
+
+
+def run_attached(schedule: Schedule, folder: Path, target: Target, limits: Limits, *, say: Say = log.info,
+                 switch: OnSwitch = lambda switch: None) -> Outcome:
+    """Runs a schedule against a job that runs already and goes on afterwards. Otherwise as ``run``."""
+    scenario = scenario_of(schedule)
+    _prepare(schedule, folder)
+    with abort.running(folder) as aborts:
+        switch(aborts)
+        with _log_of(folder, schedule, target.cfg, target.name, baseline=False) as event_log:
+            end = _Play(target, scenario, schedule, folder, event_log, aborts, limits, say).follow()
+            event_log.write(Kind.END, **end, aborted=aborts.why)
+        return _reported(folder)
+
+
+def scenario_of(schedule: Schedule) -> Scenario:
+    """Raises ConfigError for a schedule that names none of the scenarios."""
+    if schedule.scenario not in SCENARIOS:
+        raise ConfigError(f"there is no scenario {schedule.scenario!r}", hint=f"known: {', '.join(SCENARIOS)}")
+    return SCENARIOS[schedule.scenario]
+
+
+def schedule_at(path: Path) -> Schedule:
+    """The schedule of a folder of results, or in a file. Raises ConfigError."""
+    file = path / SCHEDULE if path.is_dir() else path
+    try:
+        return Schedule.from_json(file.read_text(encoding="utf-8"), FAULTS)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"no schedule can be read from {file}: {e}",
+                          hint="name a folder that `elastic-rl chaos run` has written, or its schedule.json") from e
+
+
+def _prepare(schedule: Schedule, folder: Path) -> None:
+    """Makes the folder of a run. Raises ConfigError for one that has results."""
+    require_client()
+    if (folder / EVENTS).exists() or (folder / BASELINE).exists():
+        raise ConfigError(f"{folder} has the results of a run", hint="name another folder with --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SCHEDULE).write_text(schedule.to_json(), encoding="utf-8")
+
+
+def _run_own(scenario: Scenario, schedule: Schedule, folder: Path, aborts: AbortSwitch, say: Say, *, baseline: bool
+             ) -> None:
+    if scenario.tier is not Tier.ONE_HOST:  # a target on test hosts is made beside ``own_cluster``
+        raise ConfigError(f"no target is made for scenarios on {scenario.tier.value}", hint="choose another scenario")
+    notices = list[tuple[float, Notice]]()
+    receiver = Receiver(lambda notice: notices.append((time.time(), notice)))
+    try:
+        cfg = own_config(folder, {**scenario.settings, "train.steps": schedule.steps or _BY_TIME_STEPS,
+                                  "alerts.urls": [receiver.url]}, schedule.settings, seed=schedule.seed)
+        with _log_of(folder, schedule, cfg, scenario.tier.value, baseline=baseline) as event_log:
+            with own_cluster(cfg, say=say, on_leftover=lambda what: event_log.write(Kind.LEFTOVER, what=what)
+                             ) as target:
+                end = _Play(target, scenario, schedule, folder, event_log, aborts, Limits(scenario.overlap), say
+                            ).follow()
+            for at, notice in notices:
+                event_log.write(Kind.NOTIFICATION, at=at, **asdict(notice))
+            event_log.write(Kind.END, **end, aborted=aborts.why)
+    finally:
+        receiver.close()
+
+
+@contextmanager
+def _log_of(folder: Path, schedule: Schedule, cfg: Config, target: str, *, baseline: bool) -> Iterator[EventLog]:
+    event_log = EventLog(folder / EVENTS)
+    try:
+        event_log.write(
+            Kind.RUN, form=FORM, scenario=schedule.scenario, seed=schedule.seed, target=target, baseline=baseline,
+            schedule=json.loads(schedule.to_json()), settings=secrets.redacted(cfg.model_dump(mode="json")),
+            versions=_versions(), commit=_commit(), floor={"steps": scenario_of(schedule).floor_steps})
+        yield event_log
+    finally:
+        event_log.close()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def _commit() -> str:
+    """Of the checkout that this package is of; "" where it is of none."""
+    asked = subprocess.run(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
+                           capture_output=True, encoding="utf-8", check=False) if which("git") else None
+    return asked.stdout.strip() if asked is not None and not asked.returncode else ""
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+class _Play:
+    """One run of a job under a schedule, on a target whose job was submitted."""
+
+    def __init__(self, target: Target, scenario: Scenario, schedule: Schedule, folder: Path, event_log: EventLog,
+                 aborts: AbortSwitch, limits: Limits, say: Say) -> None:
+        self._target, self._scenario, self._schedule, self._folder = target, scenario, schedule, folder
+        self._log, self._aborts, self._limits, self._say = event_log, aborts, limits, say
+        self._secret = target.cluster_keys.submission("")
+        """Prefix of the keys that have the environment of whoever submitted a job, sealed."""
+
+    def follow(self) -> dict[str, Any]:
+        """Returns when the run has ended, with what the last record of the log says of it."""
+        target = self._target
+        with ExitStack() as observing:
+            since = 1 if target.own else target.etcd.revision() + 1
+            observer = Observer(target.info.etcd_endpoints[0], f"{ROOT}/", since, self._on_change,
+                                log=self._folder / "observer.log", access=target.cluster.here.etcd,
+                                on_gap=lambda first, last: self._log.write(Kind.GAP, first=first, last=last))
+            observing.callback(observer.close)
+            steps = _Steps(target, self._log)
+            for poll, every_s in ((steps.poll, _POLL_S), (_Events(target, self._log).poll, _POLL_S),
+                                  (self._sample_store, _SAMPLE_S), (self._sample_processes, _SAMPLE_S)):
+                observing.callback(_Poller(poll, every_s).close)
+            injector = self._injector()
+            injector.start()
+            try:
+                self._await_end(injector, steps)
+            finally:
+                injector.end()
+                injector.join(_END_S)
+                abort.undo(self._folder)
+            if target.own and not self._over():
+                self._say("stopping the job")
+                target.cluster.stop_run()
+            self._await_alerts()
+            return {"phase": self._phase(), "report": target.report(), "committed_steps": target.committed_steps(),
+                    "alerts": [json.loads(alert.encode()) for alert in target.alerts()]}
+
+    def _injector(self) -> FaultInjector:
+        target = self._target
+        context = target.context(UndoRegistry(self._folder))
+        guard = self._limits.guard(context) if self._limits.guard else lambda name, fault: fault
+        return FaultInjector(
+            context, _FaultRecords(self._log, RunLog(LineFile(target.paths.faults)), self._say),
+            plan_of(self._schedule, guard)(context, self._schedule.steps), target.paths.steps,
+            overlap=self._limits.overlap, heal_timeout_s=self._limits.recovery_s)
+
+    def _await_end(self, injector: FaultInjector, steps: _Steps) -> None:
+        """Returns when the job has ended, the time of a run by time is over, or the run is aborted."""
+        length_s, began_s = self._schedule.minutes * 60.0, None
+        while not self._aborts.why:
+            if self._target.own and self._over():
+                return
+            if self._limits.aborts_itself and (why := self._reason(injector)):
+                self._aborts.request(why)
+                return
+            began_s = time.monotonic() if began_s is None and steps.newest else began_s
+            if self._schedule.by_time and began_s is not None:
+                played = not injector.is_alive()
+                if time.monotonic() > began_s + length_s * (1.0 if played else _LATE):
+                    return
+            self._aborts.wait(_POLL_S)
+
+    def _over(self) -> bool:
+        with suppress(EtcdUnavailable):
+            return self._target.reading().over
+        return False
+
+    def _reason(self, injector: FaultInjector) -> str:
+        try:
+            phase, alerts = self._target.reading().phase, self._target.alerts()
+        except EtcdUnavailable:
+            phase, alerts = None, []
+        return abort.reason(phase, alerts, injector.over, injector.under_way.values())
+
+    def _await_alerts(self) -> None:
+        """Until all have ended, or for so long that one that has not will not."""
+        until = time.monotonic() + _ALERTS_END_S
+        while time.monotonic() < until and not self._aborts.why:
+            with suppress(EtcdUnavailable):
+                if all(alert.phase is Phase.RESOLVED or not alert.notify_resolved for alert in self._target.alerts()):
+                    return
+            self._aborts.wait(_POLL_S)
+
+    def _phase(self) -> str:
+        phase = self._target.reading().phase
+        return phase.value if phase is not None else ""
+
+    def _on_change(self, change: Mapping[str, Any]) -> None:
+        if change["key"].startswith(self._target.observed) and not change["key"].startswith(self._secret):
+            self._log.write(Kind.CHANGE, **change)
+
+    def _sample_processes(self) -> None:
+        for sample in sampling.of_processes(self._target):
+            self._log.write(Kind.PROCESS, **sample)
+
+    def _sample_store(self) -> None:
+        self._log.write(Kind.STORE, **sampling.of_store(self._target))
+
+
+class _FaultRecords:
+    """Takes the injector's records: for the log of this run, and for the report of the job."""
+
+    def __init__(self, event_log: EventLog, run_log: RunLog, say: Say) -> None:
+        self._log, self._run_log, self._say = event_log, run_log, say
+
+    def write(self, kind: str, **fields: Any) -> None:
+        self._log.write(Kind.FAULT, **fields)
+        self._run_log.write(kind, **fields)
+        took = (f"healed after {fields['healed_at'] - fields['injected_at']:.1f} s" if fields["healed_at"] else
+                fields["problem"])
+        self._say(f"step {fields['step']}: {fields['name']} of {fields['target'] or 'nothing'}: {took}")
+
+
+class _Steps:
+    """Copies the records of the run's steps as they are written. Those of before the run are left out."""
+
+    def __init__(self, target: Target, event_log: EventLog) -> None:
+        self._path, self._log, self.newest = target.paths.steps, event_log, 0
+        self._offset = self._path.stat().st_size if not target.own and self._path.exists() else 0
+
+    def poll(self) -> None:
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+            self._offset += len(whole) + len(newline)
+            for record in parse_lines(whole.decode(errors="replace").splitlines()):
+                if record.pop("kind") == "step":
+                    self._log.write(Kind.STEP, **record)
+                    self.newest = int(record["step"])
+
+
+class _Events:
+    """Copies the events of the job and of its cluster, each once."""
+
+    def __init__(self, target: Target, event_log: EventLog) -> None:
+        self._target, self._log, self._since = target, event_log, 0.0 if target.own else time.time()
+        self._seen = set[str]()
+
+    def poll(self) -> None:
+        for keys in (self._target.keys, self._target.cluster_keys):
+            for event in events.recent(self._target.reader, keys, _EVENTS_READ):
+                if event.id not in self._seen and event.at >= self._since:
+                    self._seen.add(event.id)
+                    self._log.write(Kind.EVENT, at=event.at, id=event.id, name=event.kind, subject=event.subject,
+                                    severity=event.severity.value, message=event.message)
+
+
+class _Poller:
+    """Calls a function again and again from a thread of its own, and once more at the end. What cannot be read now is
+    left out."""
+
+    def __init__(self, poll: Callable[[], None], every_s: float) -> None:
+        self._poll, self._every_s, self._closing = poll, every_s, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="poller", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        while True:
+            last = self._closing.is_set()
+            try:
+                self._poll()
+            except (ElasticRLError, OSError) as e:
+                log.debug("not read: %s", e)
+            if last:
+                return
+            self._closing.wait(self._every_s)
+
+
+# -- what is made of a run ---------------------------------------------------------------------------------------------
+def outcome_of(folder: Path) -> Outcome:
+    """The outcome of the run whose results are in a folder, by its log and its baseline alone. Raises ValueError for a
+    file that is no log."""
+    found = report.read(folder)
+    wrong = [str(violation) for verdict in found.verdicts for violation in verdict.violations]
+    return Outcome(folder, wrong, str((found.run.end or {}).get("aborted") or ""))
+
+
+def _reported(folder: Path) -> Outcome:
+    """The outcome of a run, whose report is written into its folder."""
+    report.write(folder)
+    return outcome_of(folder)

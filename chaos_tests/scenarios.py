@@ -1,0 +1,127 @@
+"""Scenarios by name: a job, the faults that happen to it, and what a run of it is judged by. Pure data.
+
+A new scenario is an entry of ``SCENARIOS``; its faults are names of ``faults.catalogue``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from chaos_tests.faults.catalogue import WEIGHTS, Need, weights
+from chaos_tests.nemesis.schedule import Schedule, drawn, drawn_by_time
+
+
+class Tier(StrEnum):
+    """Where a scenario runs: which target ``runner`` makes for it."""
+
+    ONE_HOST = "one host"
+    """A cluster of its own on this machine."""
+    TEST_HOSTS = "test hosts"
+    """A cluster of its own on hosts in namespaces of this machine."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Times between strikes, in one unit: steps in a run by steps, seconds in one by time."""
+
+    before: int
+    """Without a strike at the begin, and ``after`` at the end, in which the run recovers."""
+    apart: int
+    """From one strike to the next, at least."""
+    after: int
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    what: str
+    settings: Mapping[str, Any]
+    """Of the job, as ``--key.sub=value``."""
+    steps: int = 0
+    """Of a run by steps; 0 where it is by time."""
+    minutes: float = 0.0
+    """Of a run by time."""
+    count: int = 0
+    """Faults of a run of that length."""
+    faults: Mapping[str, float] = field(default_factory=dict)
+    """Those that are drawn, by name in the catalogue, with their weights."""
+    steps_per_minute: float = 60.0
+    """With its faults, about. Where a run of another length is asked for, it has as many faults a minute."""
+    pace: Pace = Pace(3, 6, 15)
+    """Of a run by steps."""
+    pace_s: Pace = Pace(20, 10, 60)
+    """Of a run by time."""
+    together: float = 0.25
+    """Share of the strikes that have two faults."""
+    overlap: int = 1
+    """Strikes that may be under way before the run has recovered from them."""
+    floor_steps: int = 2
+    """Steps that the run has to have done before its first fault: else nothing was under load."""
+    baseline: bool = False
+    """Whether the same job runs without faults first."""
+    tier: Tier = Tier.ONE_HOST
+
+    def schedule(self, seed: int, *, steps: int = 0, minutes: float = 0.0, faults: int | None = None,
+                 only: Sequence[str] | None = None, settings: Sequence[str] = ()) -> Schedule:
+        """The schedule of a seed. ``steps``, ``minutes``: another length; the number of faults is in proportion, unless
+        ``faults`` says it. ``only``: the faults that may be drawn. Raises ValueError for numbers that do not fit."""
+        count = faults if faults is not None else self.usual_count(steps, minutes)
+        steps, minutes = (steps, minutes) if steps or minutes else (self.steps, self.minutes)
+        weights = {name: weight for name, weight in self.faults.items() if only is None or name in only}
+        if not count:
+            found = Schedule(seed, 0 if minutes else steps, (), minutes)
+        elif minutes:
+            found = drawn_by_time(seed, minutes, count, weights, together=self.together, before_s=self.pace_s.before,
+                                  apart_s=self.pace_s.apart, after_s=self.pace_s.after)
+        else:
+            found = drawn(seed, steps, count, weights, together=self.together, before=self.pace.before,
+                          apart=self.pace.apart, after=self.pace.after)
+        return replace(found, scenario=self.name, settings=tuple(settings))
+
+    def usual_count(self, steps: int = 0, minutes: float = 0.0) -> int:
+        """Faults of a run of this length, or of the scenario's own."""
+        asked = minutes or steps / self.steps_per_minute
+        usual = self.minutes or self.steps / self.steps_per_minute
+        if not asked or not self.count:
+            return self.count
+        count = round(self.count * asked / usual)
+        if minutes:  # no more than find room
+            count = min(count, int((minutes * 60 - self.pace_s.before - self.pace_s.after) // self.pace_s.apart))
+        return max(1, count)
+
+
+_SMALL: Mapping[str, Any] = {
+    "rollout.engines": 1, "train.state_every_steps": 3, "train.prompts_per_step": 8, "train.group_size": 4,
+    "train.updates_per_step": 1, "train.eval_every_steps": 1000, "sft.max_steps": 0, "data.options.operand_below": 30,
+    "trainer.tensor_parallel": 1, "trainer.data_parallel": 1, "coordinator.replicas": 2}
+"""A job that a machine of two cores trains while its parts are killed: half a second a step."""
+_EVERY = weights(frozenset({Need.OUTSIDE, Need.PTRACE, Need.DISK}))
+_ANY_SCHEDULE = ("engine_killed", "trainer_rank_killed", "trainer_rank_stopped", "rollout_killed", "advantages_killed",
+                 "driver_killed", "coordinator_killed", "dcs_killed")
+"""Faults of parts that a run waits for also where its groups are generated beside its steps."""
+
+SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
+    Scenario("quick", "a small job and a few faults of any kind, in about five minutes", _SMALL, steps=60, count=4,
+             faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(3, 6, 20)),
+    Scenario("drawn", "a small job in which faults of any kind follow one another, some of them two at once", _SMALL,
+             steps=140, count=10, faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(2, 8, 30)),
+    Scenario("every", "a small job and every fault of one host, also those of single processes, of storage and of who "
+             "has been replaced", _SMALL, steps=700, count=len(_EVERY), faults=_EVERY, steps_per_minute=60.0,
+             pace=Pace(3, 8, 30)),
+    # The length of a step's responses, and so the time of a step, depends on what the job has learned.
+    Scenario("soak", "the quick start's job for 30 minutes with a fault every 28 seconds", {}, minutes=30.0, count=64,
+             faults=WEIGHTS, steps_per_minute=60.0, pace=Pace(5, 6, 60), pace_s=Pace(30, 12, 120), overlap=3,
+             baseline=True),
+    Scenario("growth", "no fault and many steps of a tiny job, in which nothing may grow with the steps",
+             {**_SMALL, "train.prompts_per_step": 4, "train.group_size": 2, "train.state_every_steps": 50}, steps=2000,
+             steps_per_minute=120.0),
+    Scenario("async", "a fully asynchronous job whose groups are generated beside its steps",
+             {**_SMALL, "train.schedule": "fully_async", "train.max_staleness": 2}, steps=120, count=6,
+             faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=30.0, pace=Pace(3, 10, 30)),
+    Scenario("critic", "PPO, whose critic is a group of ranks of its own",
+             {**_SMALL, "algorithm.name": "ppo", "critic.trainer": {"data_parallel": 1}}, steps=80, count=5,
+             faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=25.0, pace=Pace(3, 8, 25)),
+)}

@@ -1,0 +1,156 @@
+"""The cluster and the job that a chaos run strikes: one that is made for the run, or one that runs already."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from elastic_rl import config
+from elastic_rl.config import Config, Stream
+from elastic_rl.coordinator.alerts.state_machine import Alert
+from elastic_rl.coordinator.client.admin_client import AdminClient
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.dcs.catalog.reads import list_versions
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable
+from elastic_rl.etcd.keys import ClusterKeys, Keys
+from elastic_rl.etcd.records import StepMetrics
+from elastic_rl.faults.context import FaultContext
+from elastic_rl.faults.undo import UndoRegistry
+from elastic_rl.host import leftovers, processes
+from elastic_rl.host.job_run import RunReading
+from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.paths import JobPaths
+from elastic_rl.report.build import build, read_records
+from elastic_rl.train import audit_of
+
+_READ_BUDGET_S = 1.0
+"""Retries of a reading that is made again and again."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A job that runs, or is about to, and how to reach it."""
+
+    cluster: Cluster
+    info: ClusterInfo
+    etcd: EtcdClient
+    """For the faults, which wait for an etcd that is away."""
+    reader: EtcdClient
+    """For readings that are made again and again, and may be left out."""
+    keys: Keys
+    api: AdminClient
+    own: bool
+    """Whether the cluster was made for this run."""
+
+    @property
+    def cfg(self) -> Config:
+        return self.cluster.cfg
+
+    @property
+    def paths(self) -> JobPaths:
+        return JobPaths.of(self.cfg)
+
+    @property
+    def cluster_keys(self) -> ClusterKeys:
+        return ClusterKeys(self.cfg.cluster_name)
+
+    @property
+    def observed(self) -> tuple[str, ...]:
+        """Prefixes of the keys in etcd that are of the cluster and of the job."""
+        return (self.keys.root, self.cluster_keys.root)
+
+    @property
+    def name(self) -> str:
+        return f"job {self.cfg.job} in {self.cfg.run_dir}" if not self.own else f"a cluster of its own, {self.cfg.job}"
+
+    def context(self, undo: UndoRegistry | None = None) -> FaultContext:
+        return FaultContext(self.cfg, self.etcd, self.keys, self.api, undo=undo)
+
+    def reading(self) -> RunReading:
+        """How the run of the job goes. Raises EtcdUnavailable."""
+        return self.cluster.run.read_from(self.reader)
+
+    def alerts(self) -> list[Alert]:
+        """All that etcd has. Raises EtcdUnavailable."""
+        return [alert for alert, _ in readable(self.reader.range(self.keys.alerts_prefix())[0], Alert)]
+
+    def report(self) -> dict[str, Any]:
+        """The report of the job: as its run has written it, or, while that goes on, of what it has done so far. Raises
+        EtcdUnavailable."""
+        if self.own:
+            return dict(json.loads(self.paths.report.read_text(encoding="utf-8"))) if self.paths.report.exists() else {}
+        records = [*read_records(self.paths.steps), *read_records(self.paths.faults)]
+        return build(records, job=self.cfg.job, seed=self.cfg.seed, status="running",
+                     audit=audit_of(self.reader, self.keys, self.cfg.train.prompts_per_step),
+                     versions=list_versions(self.reader, self.keys, Stream.POLICY))
+
+    def committed_steps(self) -> list[int]:
+        """The steps of which etcd has the metrics, in order. Raises EtcdUnavailable."""
+        return [m.step for m, _ in readable(self.reader.range(self.keys.steps_prefix())[0], StepMetrics)]
+
+
+@contextmanager
+def _connected(cluster: Cluster, info: ClusterInfo, *, own: bool) -> Iterator[Target]:
+    with ExitStack() as stack:
+        etcd = stack.enter_context(cluster.etcd(info))
+        reader = stack.enter_context(cluster.etcd(info, retry_budget_s=_READ_BUDGET_S))
+        yield Target(cluster, info, etcd, reader, Keys(cluster.cfg.job), AdminClient(info), own)
+
+
+def own_config(folder: Path, settings: Mapping[str, Any], more: Sequence[str] = (), *, seed: int) -> Config:
+    """The settings of a job on a cluster of its own below ``folder``. ``more``: on top, as ``--key.sub=value``. Raises
+    ConfigError."""
+    return config.load(None, [
+        "--train.stop_eval_accuracy=null",
+        *(f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()),
+        *more, f"--seed={seed}", f"--run_dir={folder / 'cluster'}", f"--job=chaos-{secrets.token_hex(4)}"])
+
+
+@contextmanager
+def own_cluster(cfg: Config, *, say: Callable[[str], None], on_leftover: Callable[[str], None]) -> Iterator[Target]:
+    """Brings a cluster up and submits its job; takes it down at the end, whatever happens, and calls ``on_leftover``
+    with each thing that has not ended with it. The host agent takes it down where this process is killed."""
+    cluster = Cluster(cfg, say=say)
+    with cluster.owned():
+        try:
+            info = cluster.up()
+            cluster.submit()
+            with _connected(cluster, info, own=True) as target:
+                yield target
+        finally:
+            cluster.down()
+    for what in left_behind(cluster.cfg):
+        on_leftover(what)
+    cluster.down(purge=True)
+    leftovers.sweep(JobPaths.of(cluster.cfg))
+
+
+@contextmanager
+def running_cluster(cluster: Cluster) -> Iterator[Target]:
+    """A cluster that is up, and a job on it. Raises EtcdUnavailable where it is not up."""
+    with _connected(cluster, cluster.connect(), own=False) as target:
+        yield target
+
+
+def left_behind(cfg: Config) -> list[str]:
+    """What should be gone once the cluster of a job is down: processes, shared memory, temporary files."""
+    paths = JobPaths.of(cfg)
+    mine = {p.pid for p in psutil.process_iter(["cmdline"]) if cfg.job in " ".join(p.info["cmdline"] or [])}
+    mine |= {p.pid for p in processes.marked(str(paths.private))}
+    return [*(f"process {pid}: {_command(pid)}" for pid in sorted(mine)),
+            *map(str, Path("/dev/shm").glob(f"*{cfg.job}*")), *map(str, leftovers.tagged_files(paths.file_tag())),
+            *([str(paths.temp)] if paths.temp.exists() else [])]
+
+
+def _command(pid: int) -> str:
+    with suppress(psutil.Error):
+        return " ".join(psutil.Process(pid).cmdline())[:200]
+    return "it has just ended"

@@ -1,0 +1,36 @@
+"""What a test of real parts has to show beside its own assertions: that the rules hold in what the independent observer
+saw, and that the clients' histories are explained by their models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from chaos_tests.event_log import Event, Kind
+from chaos_tests.history import Operation
+from chaos_tests.model.linearizability import check
+from chaos_tests.model.models import MODELS
+from chaos_tests.observation import observe
+from chaos_tests.validate import replays
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+
+
+def observed(etcd: EtcdClient, keys: Keys, since: int) -> list[Event]:
+    """The changes of the job's keys from a revision on, as the observer saw them."""
+    last = f"{keys.root}zz-end"
+    etcd.put(last, b"end")
+    return [{"kind": Kind.CHANGE, **asdict(change)} for change in observe(etcd.endpoint, keys.root, since, last)]
+
+
+def broken_rules(events: Iterable[Event]) -> list[str]:
+    seen = [*events]
+    return [str(violation) for _, checker in replays.CHECKERS for violation in checker(seen)]
+
+
+def unexplained(history: Iterable[Operation]) -> list[str]:
+    """The keys whose operations no order explains, by the models that they name."""
+    by_model = dict[str, list[Operation]]()
+    for operation in history:
+        by_model.setdefault(operation.model, []).append(operation)
+    return [str(found) for name, operations in by_model.items() for found in check(MODELS[name].model, operations)]

@@ -1,0 +1,364 @@
+"""Checkers of what happened around faults: whether they happened, were noticed and are over, what was said of them, and
+what happened although there was none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from chaos_tests.event_log import Event, Kind
+from chaos_tests.validate.store import STATUS, split, value_of
+from chaos_tests.validate.training import same_weights
+from chaos_tests.validate.verdict import RUN, Fold
+from elastic_rl.coordinator.alerts.state_machine import Phase
+from elastic_rl.etcd import event_kinds
+from elastic_rl.etcd.records import Severity
+
+FLOOR_STEPS = 2
+"""Steps that a job has to have done before its first fault, where the log does not say it: else nothing was struck
+under load."""
+OWN_TARGETS = ("one host", "test hosts")
+"""Targets that are taken down after their run, so that what is left of them can be seen."""
+AFTER_S = 60.0
+"""Consequences of a fault come so long after its recovery at most: leases end, and alerts have a hold."""
+_SILENT_S = 120.0
+"""A job that makes no step for so long during a fault has to say what it waits for."""
+_NOT_OF_FAULTS = ("eval.", "responses.", "reward.", "generate.", "filter.", "train.", "job.", "alerts.", "operation.",
+                  "restart.requested", "pool.scaling", "samples.")
+"""Begins of the kinds of alerts that are about what is trained, or what an operator asked for."""
+_KILLED = "was sent SIGKILL"
+
+
+def began(fault: Event) -> float:
+    return float(fault["injected_at"])
+
+
+def happened(fault: Event) -> bool:
+    return bool(fault.get("witness")) and fault.get("injected_at") is not None
+
+
+def victims(fault: Event) -> int:
+    """Processes that one fault has killed at once; each is a fault to the cluster."""
+    return max(1, str(fault.get("witness")).count(_KILLED))
+
+
+def fault_of(alert: Event, faults: Iterable[Event]) -> Event | None:
+    """The fault that an alert is a sign of: one that was under way, or was over since ``AFTER_S`` at most, when its
+    condition began to hold; among several the one of the alert's subject, or of its kind of part, or the newest."""
+    at, part, subject = float(alert["since"]), str(alert["kind"]).partition(".")[0], str(alert["subject"])
+    under_way = [fault for fault in faults if began(fault) <= at <= ended(fault) + AFTER_S]
+    return max(under_way, default=None, key=lambda fault: (
+        subject in str(fault.get("target")), part in str(fault["name"]), began(fault)))
+
+
+def ended(fault: Event) -> float:
+    """When it was over; inf where it was not."""
+    return float(fault["healed_at"]) if fault.get("healed_at") is not None else math.inf
+
+
+class FaultFold(Fold):
+    """Has the faults at the end."""
+
+    reads: ClassVar[frozenset[Kind]] = frozenset({Kind.FAULT})
+    lacks: ClassVar[str] = "no fault was injected"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faults = list[Event]()
+
+    def see(self, event: Event) -> None:
+        if event["kind"] == Kind.FAULT:
+            self.faults.append(event)
+        else:
+            self.other(event)
+
+    def other(self, event: Event) -> None:
+        """A record that is no fault."""
+
+    @property
+    def happened(self) -> list[Event]:
+        return [*filter(happened, self.faults)]
+
+
+# -- what makes a run worth nothing ------------------------------------------------------------------------------------
+class WorthSomething(FaultFold):
+    """The run went as it was planned, under load, and was watched."""
+
+    rule = RUN
+    reads = frozenset({Kind.FAULT, Kind.STEP, Kind.OPERATION})
+    lacks = "the log has no first record"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps = list[tuple[float, int]]()
+        """When each step was done first."""
+        self._known, self._compared, self._answers = set[int](), 0, 0
+
+    def other(self, event: Event) -> None:
+        if event["kind"] == Kind.OPERATION:
+            self._answers += event.get("ended_s") is not None
+            return
+        self._compared += same_weights(event)
+        if event["step"] not in self._known:
+            self._known.add(event["step"])
+            self._steps.append((float(event["at"]), int(event["step"])))
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        if end is None:
+            self.violated("the log has no end: its writer was killed, or the run goes on")
+        elif end.get("aborted"):
+            self.violated(f"it was aborted: {end['aborted']}", end)
+        self._planned()
+        self._floor()
+        if self._steps and not self._compared:
+            self.violated("no step compares the log-probs of engines with those of the trainer")
+
+    def _planned(self) -> None:
+        planned = Counter(str(name) for strike in (self.run.get("schedule") or {}).get("strikes") or ()
+                          for name in strike["faults"])
+        seen = Counter(str(fault["name"]) for fault in self.happened)
+        for name, times in sorted((planned - seen).items()):
+            of = [fault for fault in self.faults if fault["name"] == name and not happened(fault)]
+            why = "; ".join(sorted({str(fault.get("problem")) for fault in of if fault.get("problem")}))
+            self.violated(f"{name} was planned, and {times} of {planned[name]} did not happen"
+                          f"{f': {why}' if why else ''}", *of)
+
+    def _floor(self) -> None:
+        floor: Mapping[str, int] = self.run.get("floor") or {"steps": FLOOR_STEPS}
+        if self.happened and "steps" in floor:
+            first = min(self.happened, key=began)
+            done = sum(at < began(first) for at, _ in self._steps)
+            if done < floor["steps"]:
+                self.violated(f"{done} steps were done before the first fault, below {floor['steps']}", first)
+        if self._answers < floor.get("answers", 0):
+            self.violated(f"clients had {self._answers} answers, below {floor['answers']}")
+
+    def against(self, baseline: WorthSomething) -> None:
+        if not baseline.run.get("baseline"):
+            self.violated("the baseline is no run without faults", baseline.run)
+        for name in ("scenario", "seed"):
+            if baseline.run.get(name) != self.run.get(name):
+                self.violated(f"the baseline has {name} {baseline.run.get(name)}, and the run {self.run.get(name)}")
+
+    def evidence(self) -> str:
+        if not self.run:
+            return ""
+        of = sum(len(strike["faults"]) for strike in (self.run.get("schedule") or {}).get("strikes") or ())
+        return (f"{len(self.happened)} of {of} planned faults were seen to happen, {len(self._steps)} steps were done"
+                + (f", clients had {self._answers} answers" if self._answers else ""))
+
+
+# -- I10, I11 ----------------------------------------------------------------------------------------------------------
+class Recoveries(FaultFold):
+    """Each fault that happened was detected, and then healed."""
+
+    rule = "I10"
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        for fault in self.happened:
+            for moment, after in (("detected_at", "injected_at"), ("healed_at", "detected_at")):
+                at, before = (float(math.nan if fault.get(m) is None else fault[m]) for m in (moment, after))
+                if not at >= before:  # one of them is missing, too
+                    problem = f": {fault['problem']}" if fault.get("problem") else ""
+                    self.violated(f"{fault['name']} of {fault.get('target')} at step {fault.get('step')}: {moment} is "
+                                  f"{fault.get(moment)}{problem}", fault)
+                    break
+
+    def evidence(self) -> str:
+        healed = sum(fault.get("healed_at") is not None for fault in self.happened)
+        return f"{healed} of {len(self.happened)} faults healed" if self.happened else ""
+
+
+class SaidWhatItWaitsFor(FaultFold):
+    """A job that makes no step for long during a fault says what it waits for; and the crash-loop rule ends no run that
+    its faults did not end."""
+
+    rule = "I11"
+    reads = frozenset({Kind.FAULT, Kind.STEP, Kind.CHANGE, Kind.EVENT})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gaps, self._last = list[tuple[float, float]](), 0.0
+        self._said = list[float]()
+
+    def other(self, event: Event) -> None:
+        if event["kind"] == Kind.STEP:
+            at = float(event["at"])
+            if self._last and at - self._last > _SILENT_S:
+                self._gaps.append((self._last, at))
+            self._last = max(self._last, at)
+        elif event["kind"] == Kind.EVENT:
+            if event["name"] == event_kinds.RUN_CRASH_LOOP.name:
+                self.violated(f"the crash-loop rule has ended the run: {event['message']}", event)
+        elif split(event["key"])[1] == STATUS and value_of(event).get("waiting_for"):
+            self._said.append(float(event["at"]))
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        for begin, until in self._gaps:
+            during = [fault for fault in self.happened if began(fault) < until and float(
+                fault.get("healed_at") or math.inf) > begin]
+            if during and not any(fault.get("said") for fault in during) and not any(
+                    begin <= at <= until for at in self._said):
+                self.violated(f"no step was done for {until - begin:.0f} s, and the job did not say what it waits for",
+                              *during)
+
+    def evidence(self) -> str:
+        if not self.happened:
+            return ""
+        words = sum(bool(fault.get("said")) for fault in self.happened)
+        return (f"{len(self._gaps)} pauses longer than {_SILENT_S:.0f} s; words to {words} of {len(self.happened)} "
+                "faults")
+
+
+# -- I8 ----------------------------------------------------------------------------------------------------------------
+class Leftovers(Fold):
+    rule = "I8"
+    reads = frozenset({Kind.LEFTOVER})
+    lacks = "the cluster was not taken down within the log"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = 0
+
+    def see(self, event: Event) -> None:
+        self._left += 1
+        self.violated(f"{event['what']} is left", event)
+
+    def evidence(self) -> str:
+        looked = self.end is not None and self.run.get("target") in OWN_TARGETS
+        return f"{self._left} things were left when the cluster had been taken down" if looked or self._left else ""
+
+
+# -- I9 ----------------------------------------------------------------------------------------------------------------
+@dataclass
+class _Seen:
+    """An alert as etcd had it."""
+
+    alert: Event
+    """Its record."""
+    fired: bool = False
+    proofs: list[Event] = field(default_factory=list)
+
+
+class Alerts(FaultFold):
+    """Each fault gives one alert, which ends with it, and receivers get the begin and the end of each alert once."""
+
+    rule = "I9"
+    reads = frozenset({Kind.FAULT, Kind.CHANGE, Kind.NOTIFICATION})
+    lacks = "no fault was injected, or no alert fired and none was notified"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alerts = dict[str, _Seen]()
+        self._notices = dict[tuple[str, str], list[Event]]()
+
+    def other(self, event: Event) -> None:
+        if event["kind"] == Kind.NOTIFICATION:
+            self._notices.setdefault((str(event["key"]), str(event["phase"])), []).append(event)
+            return
+        _, rest = split(event["key"])
+        if not rest.startswith("alerts/") or not (record := value_of(event)).get("id"):
+            return
+        seen = self._alerts.setdefault(str(record["id"]), _Seen(record))
+        seen.alert = record
+        if record.get("phase") == Phase.FIRING and not seen.fired:
+            seen.fired = True
+            seen.proofs.append(event)
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        self._at_the_end(end)
+        self._delivered(end)
+        self._per_fault()
+
+    def _at_the_end(self, end: Event | None) -> None:
+        for alert in (end or {}).get("alerts") or ():
+            if alert["phase"] != Phase.RESOLVED and alert["severity"] != Severity.INFO:
+                self.violated(f"the alert {alert['kind']} of {alert['subject']} is {alert['phase']} at the end: "
+                              f"{alert['message']}", alert)
+
+    def _delivered(self, end: Event | None) -> None:
+        """A notice is delivered at least once: one more time where the leader, or etcd, is lost between its sending and
+        the record of it."""
+        losses = sum(str(fault["name"]).startswith(("coordinator", "etcd", "all_coordinators", "host"))
+                     for fault in self.happened)
+        for (key, phase), notices in self._notices.items():
+            if len(notices) > 1 + losses:
+                self.violated(f"{phase} of the alert {notices[0]['alert']} of {notices[0]['subject']} was notified "
+                              f"{len(notices)} times", *notices)
+            if phase == Phase.RESOLVED and (key, Phase.FIRING) not in self._notices:
+                self.violated(f"the end of the alert {notices[0]['alert']} of {notices[0]['subject']} was notified, "
+                              "and not its begin", *notices)
+        open_ = {str(alert["id"]) for alert in (end or {}).get("alerts") or () if alert["phase"] != Phase.RESOLVED}
+        for (key, phase), notices in self._notices.items():
+            known = self._alerts.get(key)
+            if (end is not None and phase == Phase.FIRING and (key, Phase.RESOLVED) not in self._notices
+                    and key not in open_ and known is not None and known.alert.get("notify_resolved")):
+                self.violated(f"the begin of the alert {notices[0]['alert']} of {notices[0]['subject']} was notified, "
+                              "and not its end", *notices)
+
+    def _per_fault(self) -> None:
+        of = dict[int, list[_Seen]]()
+        for seen in self._alerts.values():
+            fault = fault_of(seen.alert, self.happened) if seen.fired and of_fault(seen.alert) else None
+            if fault is not None:
+                of.setdefault(id(fault), []).append(seen)
+        for fault in self.happened:
+            alerts, named = of.get(id(fault), []), f"{fault['name']} of {fault.get('target')}"
+            if len(alerts) > victims(fault):
+                kinds = ", ".join(f"{seen.alert['kind']} of {seen.alert['subject']}" for seen in alerts)
+                self.violated(f"{named} gave {len(alerts)} alerts: {kinds}", fault,
+                              *(proof for seen in alerts for proof in seen.proofs))
+            elif not alerts and _KILLED in str(fault["witness"]) and self._alerts:
+                self.violated(f"{named} gave no alert", fault)
+
+    def evidence(self) -> str:
+        fired = sum(seen.fired and of_fault(seen.alert) for seen in self._alerts.values())
+        if not self.happened or not (fired or self._notices):
+            return ""
+        return (f"{sum(map(victims, self.happened))} parts struck by {len(self.happened)} faults, {fired} alerts "
+                f"fired, {sum(map(len, self._notices.values()))} notices received")
+
+
+def of_fault(alert: Event) -> bool:
+    """Whether an alert is about a part that does not work."""
+    return alert.get("severity") != Severity.INFO and not str(alert.get("kind")).startswith(_NOT_OF_FAULTS)
+
+
+# -- I14 ---------------------------------------------------------------------------------------------------------------
+class SlowWork(FaultFold):
+    """No fault is found, and nothing is restarted, where none was injected."""
+
+    rule = "I14"
+    reads = frozenset({Kind.FAULT, Kind.EVENT})
+    lacks = "the log has no events of the product"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found, self._events = list[Event](), 0
+
+    def other(self, event: Event) -> None:
+        self._events += 1
+        kind = event_kinds.find(str(event["name"]))
+        if kind is not None and (kind.begins or kind.counted) and not str(event["name"]).startswith(_NOT_OF_FAULTS):
+            self._found.append(event)
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        injected = [(began(fault) - 1.0, ended(fault) + AFTER_S)
+                    for fault in self.faults if fault.get("injected_at") is not None]
+        for event in self._found:
+            if not any(begin <= float(event["at"]) <= until for begin, until in injected):
+                self.violated(f"{event['name']} of {event['subject']}, when no fault was under way: {event['message']}",
+                              event)
+
+    def evidence(self) -> str:
+        return f"{self._events} events, of which {len(self._found)} are of faults" if self._events else ""
+

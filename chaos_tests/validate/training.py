@@ -1,0 +1,290 @@
+"""Checkers of what a job has trained: its steps, its samples, and the report that it has written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from chaos_tests.event_log import Event, Kind
+from chaos_tests.validate.store import split, value_of
+from chaos_tests.validate.verdict import Fold
+from elastic_rl.etcd.records import VersionState
+
+LOGPROB_DIFF = 1e-4
+"""Most by which an engine's log-probs may differ from the trainer's where both have the same weights, in float32."""
+_OF_OTHER_DTYPES = 0.5
+"""The same in other dtypes, in which engine and trainer round at other places."""
+_SAME_VALUES = ("groups", "samples", "tokens", "reward_mean", "truncated", "response_tokens", "loss", "grad_norm", "lr",
+                "kl", "clip_fraction", "reward_parts", "algorithm", "dropped_groups")
+"""What a step's record says of what was trained, and not of how long it took."""
+_NO_STEPS = "the log has no steps of a job"
+
+
+def tolerance(settings: Mapping[str, Any]) -> float:
+    """Most by which log-probs may differ, by the settings of a job."""
+    told = (settings.get("train") or {}).get("logprob_tolerance")
+    dtype = (settings.get("device") or {}).get("dtype", "float32")
+    return float(told) if told is not None else LOGPROB_DIFF if dtype == "float32" else _OF_OTHER_DTYPES
+
+
+def same_weights(step: Event) -> bool:
+    """Whether a step compares the log-probs of engines and trainer of the same weights. Of a step that was committed
+    when its loop ended, the next loop does not know what the trainer had measured."""
+    return step.get("staleness") == 0 and step.get("logprob_diff_max") is not None
+
+
+class Effective:
+    """Of each step the record of when it was done last. A step that is done again undoes those after it."""
+
+    def __init__(self) -> None:
+        self.of = dict[int, Any]()
+        self.done = self.last = 0
+
+    def add(self, step: int, kept: Any) -> None:
+        self.done += 1
+        for undone in range(step, self.last + 1):
+            self.of.pop(undone, None)
+        self.of[step], self.last = kept, step
+
+    @property
+    def redone(self) -> int:
+        return self.done - len(self.of)
+
+
+class StepFold(Fold):
+    reads: ClassVar[frozenset[Kind]] = frozenset({Kind.STEP})
+    lacks: ClassVar[str] = _NO_STEPS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def see(self, event: Event) -> None:
+        self.steps += 1
+        self.step(event)
+
+    def step(self, record: Event) -> None:
+        """The record of a step."""
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        """The job's report; {} where there is none."""
+        found = self.end.get("report") if self.end is not None else None
+        return found if isinstance(found, Mapping) else {}
+
+    def evidence(self) -> str:
+        return f"{self.steps} steps" if self.steps else ""
+
+
+def proof(step: Event, *names: str) -> Event:
+    """A step's record with only what proves something: whole ones are long."""
+    return {name: step[name] for name in ("at", "kind", "step", *names) if name in step}
+
+
+# -- I4 ----------------------------------------------------------------------------------------------------------------
+class TrueWeights(StepFold):
+    """What the engines computed is what the weights of that version compute."""
+
+    rule = "I4"
+    lacks = "no step compares the log-probs of engines with those of the trainer"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._compared, self._most = 0, 0.0
+
+    def step(self, record: Event) -> None:
+        if not same_weights(record):
+            return
+        self._compared += 1
+        difference = float(record["logprob_diff_max"])
+        self._most = max(self._most, difference)
+        if not difference <= tolerance(self.settings):
+            self.violated(f"step {record['step']}: samples have log-probs that differ by {difference:g} from those of "
+                          "the weights that they name", proof(record, "logprob_diff_max", "sample_versions"))
+
+    def evidence(self) -> str:
+        return (f"log-probs of {self._compared} of {self.steps} steps compared, which differ by {self._most:.2g} at "
+                "most" if self._compared else "")
+
+
+class NamedVersions(Fold):
+    """Samples name versions of the policy that were committed, and no older one than those of before in one engine."""
+
+    rule = "I4"
+    reads: ClassVar[frozenset[Kind]] = frozenset({Kind.STEP, Kind.CHANGE})
+    lacks = "the log has no steps with the versions of their samples, or no changes of etcd"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._committed, self._named = set[int](), 0
+        self._unknown = dict[int, Event]()
+
+    def see(self, event: Event) -> None:
+        if event["kind"] == Kind.CHANGE:
+            if "/dcs/streams/policy/versions/" in event["key"] and (
+                    (version := value_of(event)).get("state") == VersionState.COMMITTED):
+                number = int(version["number"])
+                self._committed.add(number)
+                self._unknown.pop(number, None)
+            return
+        for number in event.get("sample_versions") or ():
+            self._named += 1
+            if number not in self._committed:  # the observer may be behind
+                self._unknown.setdefault(int(number), proof(event, "sample_versions"))
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        oldest = min(self._committed, default=0)
+        for number, record in self._unknown.items():
+            if oldest and number > oldest:  # of older ones the log may have no record
+                self.violated(f"step {record['step']} has samples of version {number}, which was not committed", record)
+
+    def evidence(self) -> str:
+        return f"{self._named} versions of samples named, {len(self._committed)} committed" if (
+            self._named and self._committed) else ""
+
+
+# -- I5 ----------------------------------------------------------------------------------------------------------------
+class TrainedOnce(StepFold):
+    rule = "I5"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._effective = Effective()
+
+    def step(self, record: Event) -> None:
+        bound, staleness = int((self.settings.get("train") or {}).get("max_staleness") or 0), record.get("staleness")
+        if staleness is not None and staleness > bound:
+            self.violated(f"step {record['step']} has a staleness of {staleness}, above {bound}",
+                          proof(record, "staleness", "sample_versions"))
+        self._effective.add(int(record["step"]), [*_runs(sorted(record.get("groups") or ()))])
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        for name in ("groups_lost", "groups_duplicated"):
+            if self.report.get(name):
+                self.violated(f"{name} is {self.report[name]}")
+        for problem in self.report.get("audit_problems") or ():
+            self.violated(str(problem))
+        runs = sorted((first, last, step) for step, of in self._effective.of.items() for first, last in of)
+        reached, by = -1, 0
+        for first, last, step in runs:
+            if first <= reached:
+                self.violated(f"prompt group {first} was trained on in step {by} and in step {step}")
+            if last > reached:
+                reached, by = last, step
+
+    def evidence(self) -> str:
+        if not self.steps:
+            return ""
+        groups = sum(last - first + 1 for of in self._effective.of.values() for first, last in of)
+        return (f"{groups} prompt groups of {self.steps} steps, {self._effective.redone} of them done again"
+                + ("; the audit of the ledger" if "groups_lost" in self.report else ""))
+
+
+def _runs(ordinals: list[int]) -> Iterator[tuple[int, int]]:
+    """Stretches of ordinals that follow one another, as (first, last). One that is there twice is in two stretches."""
+    first = last = None
+    for ordinal in ordinals:
+        if last is None or first is None:
+            first = ordinal
+        elif ordinal != last + 1:
+            yield first, last
+            first = ordinal
+        last = ordinal
+    if first is not None and last is not None:
+        yield first, last
+
+
+# -- I3, I11: the whole run --------------------------------------------------------------------------------------------
+class CommittedVersions(StepFold):
+    """A version for each step, beside the one that the job begins with."""
+
+    rule = "I3"
+    lacks = "the log has no report of a job that has trained"
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        committed, steps = self.report.get("versions_committed"), wanted_steps(self.run, self.report)
+        if steps and committed is not None and committed <= steps:
+            self.violated(f"{committed} versions of {steps} steps were committed")
+
+    def evidence(self) -> str:
+        if not self.report.get("steps") or self.report.get("versions_committed") is None:
+            return ""
+        return f"{self.report['versions_committed']} versions committed in {self.report['steps']} steps"
+
+
+def wanted_steps(run: Event, report: Mapping[str, Any]) -> int:
+    """Steps that a run was to make: those of its schedule; of one by time as many as it has made."""
+    schedule = run.get("schedule") or {}
+    return int(report.get("steps") or 0) if schedule.get("minutes") else int(schedule.get("steps") or 0)
+
+
+class WholeRun(StepFold):
+    """The job has made all its steps, and etcd has each of them once."""
+
+    rule = "I11"
+    lacks = "the log has no report of a job that has trained"
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        if end is None or end.get("aborted") or "steps" not in self.report:
+            return
+        if end.get("phase") == "failed":
+            self.violated("the job has failed", end)
+        wanted = wanted_steps(self.run, self.report)
+        committed = end.get("committed_steps")
+        if self.report["steps"] != wanted or (
+                committed is not None and list(committed) != list(range(1, wanted + 1))):
+            self.violated(f"the run ended after {self.report['steps']} of {wanted} steps, and etcd has "
+                          f"{len(committed or ())} of them")
+
+    def evidence(self) -> str:
+        return f"{self.report['steps']} steps, phase {(self.end or {}).get('phase')}" if "steps" in self.report else ""
+
+
+# -- I7 ----------------------------------------------------------------------------------------------------------------
+class SameAsBaseline(Fold):
+    """What was trained in each step, and the weights after it, against the run without faults."""
+
+    rule = "I7"
+    reads: ClassVar[frozenset[Kind]] = frozenset({Kind.STEP, Kind.CHANGE})
+    lacks = "it needs a baseline, and deterministic: true in both runs"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values, self._weights, self._compared = Effective(), dict[int, str](), 0
+
+    @property
+    def _deterministic(self) -> bool:
+        return bool(self.settings.get("deterministic"))
+
+    def see(self, event: Event) -> None:
+        if not self._deterministic:
+            return
+        if event["kind"] == Kind.STEP:
+            self._values.add(int(event["step"]), {
+                name: hash(json.dumps(event[name], sort_keys=True)) for name in _SAME_VALUES
+                if event.get(name) is not None})
+        elif split(event["key"])[1].startswith("dcs/streams/policy/versions/") and (
+                (version := value_of(event)).get("state") == VersionState.COMMITTED):
+            self._weights[int((version.get("meta") or {}).get("step", -1))] = str(version.get("manifest"))
+
+    def against(self, baseline: SameAsBaseline) -> None:
+        if not (self._deterministic and baseline._deterministic):
+            return
+        for step in sorted(self._values.of.keys() & baseline._values.of.keys()):
+            self._compared += 1
+            mine, its = self._values.of[step], baseline._values.of[step]
+            if differs := sorted(name for name in mine.keys() & its.keys() if mine[name] != its[name]):
+                self.violated(f"step {step} differs from that of the baseline in {', '.join(differs)}")
+        for step in sorted(self._weights.keys() & baseline._weights.keys()):
+            if self._weights[step] != baseline._weights[step]:
+                self.violated(f"the weights after step {step} are not those of the baseline: manifests "
+                              f"{self._weights[step]} and {baseline._weights[step]}")
+
+    def evidence(self) -> str:
+        return f"{self._compared} steps compared with the baseline" if self._compared else ""
+

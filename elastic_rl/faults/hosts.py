@@ -1,0 +1,412 @@
+"""Faults of the hosts of a cluster in namespaces of this machine (``host.test_hosts``), and of what runs on them.
+
+A fault lasts until the control plane has reported it, or for a time where there is nothing to report; the first call
+of ``healed`` ends it. Nothing of it is to be remembered for its end: ``restore`` finds what was done to hosts, also by
+an injector that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+import psutil
+
+from elastic_rl.errors import ElasticRLError, EtcdUnavailable, PreflightFailed
+from elastic_rl.etcd.client import EtcdClient, KeyValue
+from elastic_rl.etcd.cluster_records import Assignment, HostPhase, HostState, HostStatus, RunState, driver_of
+from elastic_rl.etcd.decoding import readable_one
+from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.etcd.records import Leader
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, command, kill
+from elastic_rl.host.test_hosts.cluster_hosts import ClusterHosts
+from elastic_rl.host.test_hosts.impaired_link import Impairment
+from elastic_rl.host.test_hosts.isolated_hosts import IsolatedHosts
+from elastic_rl.host.test_hosts.link_probe import Arrivals, arrivals, silent_connection
+from elastic_rl.runtime.waiting import wait_until
+
+_COORDINATOR, _ETCD = "elastic_rl.coordinator.service", "etcd --name "
+_NO_MAJORITY_S = 20.0
+"""Longer than any election of etcd, and than every lease."""
+_AWAY = (HostPhase.JOINING, HostPhase.SUSPECTED, HostPhase.LOST)
+
+
+class FaultNotSeen(ElasticRLError):
+    """A fault was injected, and what it should do was not seen to happen."""
+
+
+class Victim(StrEnum):
+    """The host that a fault is of, by what it does when the fault begins."""
+
+    LEADER = "leader"
+    """Its coordinator leads."""
+    ETCD_LEADER = "etcd_leader"
+    """Its member of etcd leads."""
+    HOLDER = "holder"
+    """It has the run of the job."""
+    BYSTANDER = "bystander"
+    """None of those, where there is one."""
+
+
+class HostsContext:
+    """The hosts of a cluster, what its etcd has of them, and which of them have a fault now."""
+
+    def __init__(self, hosts: ClusterHosts, etcd: EtcdClient, keys: ClusterKeys, job: str, control_hosts: int, *,
+                 works: Callable[[int], bool] = lambda generation: True) -> None:
+        """``etcd``: a client beside the hosts, of all members. ``control_hosts``: how many hosts have a member and a
+        coordinator. ``works``: whether the run does something that was assigned in a generation."""
+        self.hosts, self.etcd, self.keys, self.job, self.control_hosts = hosts, etcd, keys, job, control_hosts
+        self._works = works
+        self._names = {host.address: host.name for host in hosts.all()}
+        self._taken, self._lock = set[str](), threading.Lock()
+
+    @property
+    def isolated(self) -> IsolatedHosts:
+        return self.hosts.isolated
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._names.values()]
+
+    def others(self, host: str) -> list[str]:
+        return [name for name in self.names if name != host]
+
+    # -- victims ------------------------------------------------------------------------------------------------------
+    def take(self, victim: Victim) -> str:
+        """A host that is this victim now and has no other fault, which it has from now on; "" while there is none."""
+        with self._lock:
+            found = next((name for name in self.candidates(victim) if name not in self._taken), "")
+            if found:
+                self._taken.add(found)
+            return found
+
+    def release(self, host: str) -> None:
+        with self._lock:
+            self._taken.discard(host)
+
+    def candidates(self, victim: Victim) -> list[str]:
+        """Raises EtcdUnavailable."""
+        match victim:
+            case Victim.LEADER:
+                found = [self.leader()]
+            case Victim.ETCD_LEADER:
+                found = [self.etcd_leader()]
+            case Victim.HOLDER:
+                found = [self.holder()]
+            case Victim.BYSTANDER:
+                busy = {self.leader(), self.etcd_leader(), self.holder()}
+                found = sorted(self.names, key=lambda name: name in busy)
+        return [name for name in found if name in self.names]
+
+    def leader(self) -> str:
+        """The host whose coordinator leads; "" while none does."""
+        leads = readable_one(self.leads(), Leader)
+        return self._host_of(leads.url) if leads else ""
+
+    def leads(self) -> KeyValue | None:
+        """The candidacy that leads."""
+        return min(self.etcd.range(self.keys.leader_prefix())[0], key=lambda kv: kv.create_revision, default=None)
+
+    def etcd_leader(self) -> str:
+        return next((self._host_of(s.endpoint) for s in self.etcd.statuses() if s.is_leader), "")
+
+    def holder(self) -> str:
+        """The host that the run is assigned to; "" while it is to none."""
+        held = readable_one(self.etcd.get(self.keys.assignment(driver_of(self.job))), Assignment)
+        return held.host if held is not None else ""
+
+    def _host_of(self, url: str) -> str:
+        return next((name for address, name in self._names.items() if f"/{address}:" in f"/{url}"), "")
+
+    # -- how the cluster is -------------------------------------------------------------------------------------------
+    def phase(self, host: str) -> HostPhase | None:
+        """Raises EtcdUnavailable."""
+        state = readable_one(self.etcd.get(self.keys.host_state(host)), HostState)
+        return state.phase if state is not None else None
+
+    def missing(self) -> str:
+        """What the cluster does not have that it has without faults; "": nothing. Raises EtcdUnavailable."""
+        for name in self.names:
+            phase = self.phase(name)
+            if phase is None or phase in _AWAY or self.etcd.get(self.keys.host(name)) is None:
+                return f"host {name}, which is {phase or 'unknown'}"
+        members = self.etcd.members()
+        if len(members) < self.control_hosts or any(member.is_learner or not member.name for member in members):
+            return "the vote of a member of etcd"
+        if silent := [status.endpoint for status in self.etcd.statuses() if status.error]:
+            return f"the member of etcd at {', '.join(silent)}"
+        if len(self.etcd.range(self.keys.leader_prefix())[0]) < self.control_hosts:
+            return "a coordinator"
+        return "" if self.runs_on(self.holder()) else "the run"
+
+    def runs_on(self, host: str) -> bool:
+        """Whether the run is assigned to the host, its agent says that it runs, and it works. Raises
+        EtcdUnavailable."""
+        assigned = self.etcd.get(self.keys.assignment(driver_of(self.job)))
+        held = readable_one(assigned, Assignment)
+        status = readable_one(self.etcd.get(self.keys.host_status(host)), HostStatus) if host else None
+        run = status.services.get(driver_of(self.job)) if status is not None else None
+        return (assigned is not None and held is not None and held.host == host and run is not None
+                and run.state is RunState.RUNNING and run.generation == assigned.version
+                and self._works(assigned.version))
+
+    def processes(self, host: str, part: str) -> list[psutil.Process]:
+        """The processes on a host with a word in their command line."""
+        return [process for process in self.isolated.processes(host) if part in command(process)]
+
+
+def restore(hosts: ClusterHosts) -> None:
+    """Ends every fault of the hosts: what is stopped goes on, what is cut off, blocked or impaired has its network
+    again, what is off comes back. Returns once the cluster has them all. Raises as ``ClusterHosts.up``."""
+    isolated = hosts.isolated
+    for name in isolated.names:
+        for process in isolated.processes(name):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() == psutil.STATUS_STOPPED:
+                    process.resume()
+    hosts.up()
+
+
+class HostFault(ABC):
+    """A fault of one host, which others no longer hear."""
+
+    until: tuple[HostPhase, ...] = (HostPhase.LOST,)
+    """Phases of the host by which the leader reports it."""
+    kind = ""
+
+    def __init__(self, context: HostsContext, victim: Victim) -> None:
+        self.context, self.victim = context, victim
+        self.name, self.host, self.said = f"{victim}_host_{self.kind}", "", ""
+        self._ended, self._unanswered_since = False, 0.0
+
+    def inject(self) -> tuple[str, str]:
+        self.host = wait_until(lambda: self.context.take(self.victim), timeout_s=INJECT_TIMEOUT_S, poll_s=0.1,
+                               what=f"the host that is the {self.victim}")
+        try:
+            return f"{self.victim} on {self.host}", self._begin()
+        except ElasticRLError:
+            self._end_once()
+            raise
+
+    def detected(self) -> bool:
+        try:
+            phase = self.context.phase(self.host)
+        except EtcdUnavailable:
+            # It elects a leader; or, with another one's fault, there is no majority, and nothing can be reported.
+            self._unanswered_since = self._unanswered_since or time.monotonic()
+            self.said = f"etcd does not answer for {_NO_MAJORITY_S:g} s"
+            return time.monotonic() >= self._unanswered_since + _NO_MAJORITY_S
+        self._unanswered_since, self.said = 0.0, f"{self.host} is {phase}"
+        return phase in self.until
+
+    def healed(self) -> bool:
+        self._end_once()
+        try:
+            return not self.context.missing()
+        except EtcdUnavailable:
+            return False
+
+    def _end_once(self) -> None:
+        if not self._ended:
+            self._end()
+            self._ended = True
+            self.context.release(self.host)
+
+    @abstractmethod
+    def _begin(self) -> str:
+        """Begins the fault and returns its witness. Raises FaultNotSeen."""
+
+    def _end(self) -> None:
+        self.context.hosts.heal(self.host)
+
+    def _other(self) -> str:
+        """Another host, which is on."""
+        isolated = self.context.isolated
+        return next(name for name in self.context.others(self.host) if isolated.init(name) is not None)
+
+    def _probed(self, *, sends: bool, hears: bool) -> str:
+        """The witness that what the host sends to another one arrives, or not, and the same of what that one sends."""
+        other, isolated = self._other(), self.context.isolated
+        there, back = arrivals(isolated, self.host, other), arrivals(isolated, other, self.host)
+        if bool(there.arrived) != sends or bool(back.arrived) != hears:
+            raise FaultNotSeen(f"{self.name}: {self.host} to {other}: {there}; back: {back}")
+        return f"{self.host} to {other}: {there}; back: {back}"
+
+
+class HostCut(HostFault):
+    """A host is off the network; everything on it runs on."""
+
+    kind = "cut"
+
+    def _begin(self) -> str:
+        self.context.hosts.cut(self.host)
+        return self._probed(sends=False, hears=False)
+
+
+class HostApart(HostFault):
+    """A partition of the hosts in two: this one, and the others. Clients beside the hosts reach both."""
+
+    kind = "apart"
+
+    def _begin(self) -> str:
+        for other in self.context.others(self.host):
+            for one, two in ((self.host, other), (other, self.host)):
+                with contextlib.suppress(PreflightFailed):  # another fault: it is off
+                    self.context.hosts.block(one, two)
+        return self._probed(sends=False, hears=False)
+
+
+class HostDeaf(HostFault):
+    """What a host sends to others arrives, and nothing comes back."""
+
+    kind = "deaf"
+
+    def _begin(self) -> str:
+        for other in self.context.others(self.host):
+            with contextlib.suppress(PreflightFailed):
+                self.context.hosts.block(other, self.host)
+        return self._probed(sends=True, hears=False)
+
+
+class HostMute(HostFault):
+    """A host hears what others send, and nothing that it sends to them arrives."""
+
+    kind = "mute"
+
+    def _begin(self) -> str:
+        for other in self.context.others(self.host):
+            self.context.hosts.block(self.host, other)
+        return self._probed(sends=False, hears=True)
+
+
+class HostPoweredOff(HostFault):
+    """A power cut. Nobody is told: connections of others to the host stay half-open. Then its power returns."""
+
+    kind = "powered_off"
+
+    def _begin(self) -> str:
+        isolated = self.context.isolated
+        with silent_connection(isolated, self._other(), self.host, self._port()) as is_silent:
+            on_it = len(isolated.processes(self.host))
+            self.context.hosts.power_off(self.host)
+            if not is_silent() or isolated.init(self.host) is not None:
+                raise FaultNotSeen(f"{self.host} was powered off, and said that its connections have ended")
+        return f"{on_it} processes of {self.host} have ended; a connection to it is open, and silent"
+
+    def _port(self) -> int:
+        """A port of the host on which its member of etcd listens."""
+        address = self.context.isolated.address(self.host)
+        return int(next(e for e in self.context.etcd.endpoints if e.startswith(f"{address}:")).rpartition(":")[2])
+
+    def _end(self) -> None:
+        if self.context.isolated.init(self.host) is None:
+            self.context.hosts.power_on(self.host)
+
+
+class LinkImpaired(HostFault):
+    """A host's link is slow, late or lossy for a time, about which the control plane need not report anything."""
+
+    def __init__(self, context: HostsContext, victim: Victim, kind: str, impairment: Impairment, seconds: float
+                 ) -> None:
+        self.kind = kind
+        super().__init__(context, victim)
+        self.impairment, self.seconds = impairment, seconds
+
+    def _begin(self) -> str:
+        other = self._other()
+        before = self._measure(other)
+        self.context.hosts.impair(self.host, self.impairment)
+        self._began = time.monotonic()
+        now = self._measure(other)
+        spec = self.impairment
+        if (now.delay_s < spec.delay_s or (spec.loss and now.arrived == now.sent)
+                or (spec.bytes_per_s and not now.bytes_per_s <= 1.5 * spec.bytes_per_s)):
+            raise FaultNotSeen(f"{self.name}: {other} to {self.host}: {now}; before: {before}")
+        return f"{spec} for {self.seconds:g} s; {other} to {self.host}: {now}; before: {before}"
+
+    def _measure(self, other: str) -> Arrivals:
+        return arrivals(self.context.isolated, other, self.host, count=100, pause_s=0.001)
+
+    def detected(self) -> bool:
+        """Whether it has lasted for its time."""
+        return time.monotonic() >= self._began + self.seconds
+
+
+class ProcessKilled(HostFault):
+    """kill -9 of a process on a host, which its agent restarts."""
+
+    def __init__(self, context: HostsContext, victim: Victim, part: str) -> None:
+        self.kind = f"{'etcd' if part == _ETCD else 'coordinator'}_killed"
+        super().__init__(context, victim)
+        self.part, self._led = part, 0
+
+    def _begin(self) -> str:
+        leads = self.context.leads()
+        self._led = leads.create_revision if leads is not None else 0
+        found = [kill(process.pid) for process in self.context.processes(self.host, self.part)]
+        if not found:
+            raise FaultNotSeen(f"no {self.part} runs on {self.host}")
+        return "; ".join(found)
+
+    def detected(self) -> bool:
+        """Whether another process is in its place, and, where it led, another candidacy does."""
+        try:
+            leads = self.context.leads()
+        except EtcdUnavailable:
+            return False
+        return bool(self.context.processes(self.host, self.part)) and leads is not None and (
+            self.part != _COORDINATOR or leads.create_revision > self._led)
+
+    def _end(self) -> None:
+        pass
+
+
+def coordinator_killed(context: HostsContext) -> ProcessKilled:
+    """The death of the leading coordinator."""
+    return ProcessKilled(context, Victim.LEADER, _COORDINATOR)
+
+
+def etcd_killed(context: HostsContext) -> ProcessKilled:
+    """The death of the leading member of etcd."""
+    return ProcessKilled(context, Victim.ETCD_LEADER, _ETCD)
+
+
+class EtcdQuorumStopped(HostFault):
+    """SIGSTOP of so many members of etcd for a while that the others are no majority: connections stay, and nothing
+    answers."""
+
+    kind = "etcd_quorum_stopped"
+
+    def __init__(self, context: HostsContext, seconds: float) -> None:
+        super().__init__(context, Victim.ETCD_LEADER)
+        self.name, self.seconds, self._stopped = self.kind, seconds, list[psutil.Process]()
+
+    def _begin(self) -> str:
+        spare = [*self.context.candidates(Victim.BYSTANDER), *self.context.names]
+        majority = self.context.control_hosts // 2 + 1
+        hosts: Sequence[str] = [self.host, *dict.fromkeys(name for name in spare if name != self.host)][:majority]
+        self._began = time.monotonic()
+        for host in hosts:
+            for process in self.context.processes(host, _ETCD):
+                process.suspend()
+                self._stopped.append(process)
+                wait_until(lambda p=process: p.status() == psutil.STATUS_STOPPED,  # type: ignore[misc]
+                           timeout_s=INJECT_TIMEOUT_S, what=f"the stop of pid {process.pid}")
+        try:
+            self.context.etcd.revision()
+        except EtcdUnavailable:
+            return f"the members of etcd on {', '.join(hosts)} were stopped; etcd does not answer"
+        raise FaultNotSeen(f"etcd answers without its members on {', '.join(hosts)}")
+
+    def detected(self) -> bool:
+        """Whether it has lasted for its time."""
+        return time.monotonic() >= self._began + self.seconds
+
+    def _end(self) -> None:
+        for process in self._stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()

@@ -1,0 +1,48 @@
+"""Scenarios: what they draw from their seeds, and that their jobs' settings are settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chaos_tests.faults.catalogue import FAULTS
+from chaos_tests.scenarios import SCENARIOS
+from chaos_tests.target import own_config
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_schedule_of_each_scenario_follows_from_its_seed(name: str) -> None:
+    scenario = SCENARIOS[name]
+    assert scenario.schedule(5) == scenario.schedule(5)
+    found = scenario.schedule(5)
+    assert found.faults == scenario.count and found.scenario == name
+    assert (found.steps, found.minutes) == (scenario.steps, scenario.minutes)
+    assert {fault for strike in found.strikes for fault in strike.faults} <= FAULTS.keys()
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_job_of_each_scenario_can_be_configured_with_further_settings(name: str, tmp_path: Path) -> None:
+    cfg = own_config(tmp_path, SCENARIOS[name].settings, ("--train.lr=0.25",), seed=9)
+    assert (cfg.seed, cfg.train.lr, cfg.train.stop_eval_accuracy) == (9, 0.25, None)
+    assert cfg.run_dir.is_relative_to(tmp_path) and cfg.job != own_config(tmp_path, {}, seed=9).job
+
+
+def test_soak_has_the_faults_that_others_have_published() -> None:
+    found = SCENARIOS["soak"].schedule(1)
+    assert found.minutes == 30.0 and found.faults >= 62 and SCENARIOS["soak"].baseline
+
+
+def test_longer_run_has_more_faults_and_a_short_one_as_many_as_find_room() -> None:
+    drawn = SCENARIOS["drawn"]
+    assert drawn.schedule(1, steps=280).faults == 2 * drawn.count
+    assert 1 <= drawn.schedule(1, minutes=2.0).faults < drawn.schedule(1, minutes=10.0).faults
+    assert drawn.schedule(1, minutes=2.0).by_time
+    assert SCENARIOS["growth"].schedule(1, steps=20_000).strikes == ()
+
+
+def test_only_what_is_allowed_is_drawn() -> None:
+    found = SCENARIOS["drawn"].schedule(1, faults=4, only=["engine_killed"])
+    assert {name for strike in found.strikes for name in strike.faults} == {"engine_killed"} and found.faults == 4
+    with pytest.raises(ValueError, match="a schedule has faults"):
+        SCENARIOS["drawn"].schedule(1, only=[])

@@ -1,0 +1,163 @@
+"""``elastic-rl chaos``: what it refuses, what it prints, and its exit codes. No cluster is brought up here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos_tests import abort, observation, runner
+from chaos_tests.event_log import FORM, EventLog, Kind
+from chaos_tests.faults.catalogue import FAULTS
+from chaos_tests.nemesis.schedule import Schedule, Strike
+from chaos_tests.runner import Outcome
+from chaos_tests.scenarios import SCENARIOS
+from chaos_tests.sim.worlds import WORLDS
+from elastic_rl.cli import chaos, main
+from elastic_rl.cli.exit_codes import Exit
+from elastic_rl.errors import ConfigError
+
+SCHEDULE = Schedule(3, 24, (Strike(3, ("engine_killed",)), Strike(9, ("driver_killed", "router_killed"))),
+                    scenario="quick", settings=("--train.lr=0.5",))
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as e:
+        main.main(["chaos", *args])
+    return int(e.value.code or 0)
+
+
+def test_list_has_every_scenario_fault_and_world(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("list", "-o", "json") == Exit.OK
+    rows = json.loads(capsys.readouterr().out)
+    for kind, names in (("scenario", SCENARIOS), ("fault", FAULTS), ("world", WORLDS)):
+        assert [row["name"] for row in rows if row["kind"] == kind] == [*names]
+    assert all(row["what"] for row in rows)
+    assert run("list") == Exit.OK and "soak" in capsys.readouterr().out
+
+
+def test_dry_run_prints_a_schedule_that_can_be_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("run", "--scenario", "drawn", "--seed", "5", "--train.lr=0.5", "--dry-run") == Exit.OK
+    text = capsys.readouterr().out
+    made = Schedule.from_json(text, FAULTS)
+    assert made == SCENARIOS["drawn"].schedule(5, settings=["--train.lr=0.5"])
+    file = tmp_path / "s.json"
+    file.write_text(text)
+    assert run("replay", str(file), "--dry-run") == Exit.OK and capsys.readouterr().out == text
+    assert run("run", "--scenario", "drawn", "--seed", "5", "--minutes", "4", "--faults", "3", "--dry-run") == Exit.OK
+    by_time = Schedule.from_json(capsys.readouterr().out, FAULTS)
+    assert (by_time.minutes, by_time.faults) == (4.0, 3)
+
+
+@pytest.mark.parametrize(("args", "said"), [
+    (["run", "--scenario", "unheard-of"], "known: quick"),
+    (["run", "--scenario", "quick", "--minutes", "3", "--steps", "9"], "leave one of them out"),
+    (["run", "--scenario", "quick", "--steps", "20", "--faults", "30"], "give fewer --faults"),
+    (["replay", "/nonexistent"], "no schedule can be read"),
+    (["check", "/nonexistent"], "there is no events.jsonl"),
+    (["abort", "/nonexistent"], "no chaos run was in"),
+    (["sim", "--worlds", "unheard-of"], "known: steps")])
+def test_what_makes_no_sense_is_refused(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*args) == Exit.USAGE
+    assert said in capsys.readouterr().err
+
+
+def test_job_that_does_not_run_is_no_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["run", "--scenario", "quick", "--minutes", "2", f"--run_dir={tmp_path}", "--job=j", "--yes"]
+    assert run(*args) == Exit.UNAVAILABLE
+    assert "elastic-rl up --job=j" in capsys.readouterr().err
+    assert not (tmp_path / "chaos").exists()
+
+
+def test_missing_client_of_the_observer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as e:
+        observation.require_client()
+    assert e.value.hint == "pip install 'elastic-rl[chaos]'"
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The runs that were asked for; each ends with the outcome that a test has put in ``outcomes``."""
+    made = list[dict[str, Any]]()
+
+    def fake(schedule: Schedule, folder: Path, **options: Any) -> Outcome:
+        made.append({"schedule": schedule, "folder": folder, **options})
+        folder.mkdir(parents=True)
+        with abort.running(folder) as switch:
+            options["switch"](switch)
+            if "driver_killed" in SIGNALLED:
+                os.kill(os.getpid(), signal.SIGTERM)
+            failing = any("router_killed" in strike.faults for strike in schedule.strikes)
+            return Outcome(folder, ["I5: a group is lost"] if failing else [], switch.why)
+
+    monkeypatch.setattr(runner, "run", fake)
+    return made
+
+
+SIGNALLED = set[str]()
+
+
+def test_run_says_how_to_repeat_it_and_ends_with_its_verdict(runs: list[dict[str, Any]], tmp_path: Path,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "s.json"
+    file.write_text(SCHEDULE.to_json())
+    out = tmp_path / "r"
+    assert run("replay", str(file), f"--out={out}") == Exit.FAILED
+    assert runs[0]["schedule"] == SCHEDULE
+    printed = capsys.readouterr().out
+    assert "VIOLATION  I5: a group is lost" in printed
+    assert f"elastic-rl chaos replay {out / 'schedule.json'}" in printed
+    assert run("run", "--scenario", "growth", "--seed", "1", "--steps", "10", "--no-baseline",
+               f"--out={tmp_path / 'g'}", "-o", "json") == Exit.OK
+    result = json.loads(capsys.readouterr().out)
+    assert result["failed"] is False and result["folder"] == str(tmp_path / "g") and runs[1]["baseline"] is False
+
+
+def test_results_go_into_a_new_folder_of_the_run_dir(runs: list[dict[str, Any]], tmp_path: Path,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("run", "--scenario", "growth", "--seed", "4", f"--run_dir={tmp_path}", "--train.lr=0.5") == Exit.OK
+    assert runs[0]["folder"].parent == tmp_path / "chaos" and runs[0]["folder"].name.startswith("growth-4-")
+    assert runs[0]["schedule"].settings == ("--train.lr=0.5",)
+
+
+def test_signal_uses_the_abort_switch_and_is_the_exit_code(runs: list[dict[str, Any]], tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("test_chaos_command.SIGNALLED", {"driver_killed"})
+    assert run("run", "--scenario", "growth", "--seed", "4", f"--out={tmp_path / 'r'}") == Exit.INTERRUPTED
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_run_does_not_end_where_nobody_reads_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(line: str, *, to_err: bool = False) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(chaos, "say", closed)
+    chaos._progress("stopping the job")
+
+
+def test_failing_schedule_is_shrunk_to_the_fault_that_makes_it_fail(runs: list[dict[str, Any]], tmp_path: Path,
+                                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "s.json", tmp_path / "small"
+    file.write_text(SCHEDULE.to_json())
+    assert run("shrink", str(file), f"--out={out}", "-o", "json") == Exit.OK
+    assert json.loads(capsys.readouterr().out)["faults"] == 1
+    found = runner.schedule_at(out)
+    assert [strike.faults for strike in found.strikes] == [("router_killed",)]
+    assert len({made["folder"] for made in runs}) == len(runs), "each run has a folder of its own"
+
+
+def test_check_judges_a_log_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = EventLog(tmp_path / runner.EVENTS)
+    log.write(Kind.RUN, form=FORM, scenario="quick", schedule=json.loads(SCHEDULE.to_json()),
+              settings={"train": {"max_staleness": 0}})
+    assert run("check", str(tmp_path)) == Exit.FAILED
+    assert "the log has no end" in capsys.readouterr().out
+    (tmp_path / runner.EVENTS).write_text("{}\n")
+    assert run("check", str(tmp_path)) == Exit.USAGE
