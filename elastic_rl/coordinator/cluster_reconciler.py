@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from elastic_rl.coordinator.cluster_pass import ClusterLimits, ClusterReading, ClusterWrite, cluster_pass
+from elastic_rl.coordinator.cluster_pass import ClusterLimits, ClusterReading, cluster_pass
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.leader_clock import LeaderClock
 from elastic_rl.errors import ElasticRLError, EtcdFull, Fenced
@@ -21,7 +21,6 @@ from elastic_rl.etcd.client import EtcdClient, Watch
 from elastic_rl.etcd.decoding import RangeDecoder
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.known_ranges import KnownRanges
-from elastic_rl.runtime.failpoints import reach
 
 log = logging.getLogger(__name__)
 
@@ -134,14 +133,8 @@ class ClusterReconciler:
             self._term = term
         self._clock.persist()
         reading = self._read()
-        return sum(self._write(write) for write in cluster_pass(reading, self._limits))
-
-    def _write(self, write: ClusterWrite) -> bool:
-        """Whether it was written: the state of a host, a job or an assignment."""
-        done = self._election.writer(write.compares, [write.op, *write.also])
-        if done:
-            reach("cluster.written")
-        return done
+        return sum(self._election.writer(write.compares, [write.op, *write.also])
+                   for write in cluster_pass(reading, self._limits))
 
     def _read(self) -> ClusterReading:
         """The cluster at one revision."""

@@ -21,7 +21,7 @@ COLLECTOR = ("gc.gone", "gc.marked", "gc.dropped")
 ENGINE = ("apply.staged", "apply.torn", "apply.applied")
 OPENING = ("open.pinned", "open.manifest", "open.located")
 NODE = ("node.received", "node.sealed", "disk.partial", "disk.saved", "disk.removed", "node.indexed")
-LEADER = ("leader.elected", "leader.announced", "cluster.written")
+LEADER = ("leader.elected", "leader.announced")
 POINTS = frozenset((*PUBLISHER, *PULLER, *COLLECTOR, *ENGINE, *OPENING, *NODE, *LEADER))
 """All points, by the process that reaches them. The chaos suite kills a process at each of them."""
 
