@@ -24,7 +24,6 @@ from support.tiers import parametrize
 from support.waiting import wait_until
 
 from chaos_tests.traffic.dcs import CHUNK_BYTES, content
-from elastic_rl.dcs import failpoints
 from elastic_rl.dcs.catalog import pins, reads, transitions
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
@@ -38,6 +37,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
 from elastic_rl.host.processes import stop
+from elastic_rl.runtime import failpoints
 
 NODE = "a"
 KILLED = -signal.SIGKILL

@@ -3,18 +3,24 @@ witness says, and another replica goes on."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from support.coordinators import Replicas
 from support.etcd_server import EtcdServers
-from support.tiers import full
+from support.tiers import full, parametrize
 from support.waiting import wait_until
 
 from elastic_rl import config
+from elastic_rl.coordinator.records import Leadership
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.faults import states
 from elastic_rl.faults.context import FaultContext
@@ -23,6 +29,7 @@ from elastic_rl.faults.kinds import Killed
 from elastic_rl.faults.processes import Struck, Way
 from elastic_rl.faults.stale import StaleLeader
 from elastic_rl.faults.undo import UndoRegistry, undo_all
+from elastic_rl.runtime import failpoints
 
 
 @pytest.fixture
@@ -57,6 +64,27 @@ def test_stale_leader_comes_back_and_its_write_is_refused(replicas: Replicas, et
     _back(records)
     assert all(replicas.ready(name) for name in ("a", "b")), "the one that was stopped follows, and both are well"
     assert undo_all(tmp_path / "undo") == []
+
+
+@parametrize("point", failpoints.LEADER, proved_in="chaos_tests/tests/test_faults_of_coordinators.py",
+             why="a kill at each further point of a leader whose first point is killed by default")
+def test_leader_that_dies_at_a_write_is_followed_by_one_that_completes_it(
+        replicas: Replicas, etcd: EtcdClient, keys: Keys, point: str) -> None:
+    with patch.dict(os.environ, {failpoints.ENV: point}):
+        replicas.launch("a")
+    assert replicas.running.pop("a").wait(timeout=300) == -signal.SIGKILL
+    before = readable_one(etcd.get(keys.leadership()), Leadership)
+    assert (before is not None and before.replica == "a") == (point == "leader.announced")
+    replicas.start("b")
+
+    def announced() -> Leadership | None:  # the candidacy of the dead one lasts as long as its lease
+        found = readable_one(etcd.get(keys.leadership()), Leadership)
+        return found if found is not None and found.replica == "b" else None
+
+    after = wait_until(announced, what="the next leader's word")
+    assert before is None or after.term > before.term
+    elected = [e.subject for e in events.recent(etcd, keys, 100) if e.kind == event_kinds.LEADER_ELECTED.name]
+    assert sorted(elected) == (["a", "b"] if before is not None else ["b"]), "each term is announced once"
 
 
 @full(proved_in="chaos_tests/tests/test_faults_of_coordinators.py",

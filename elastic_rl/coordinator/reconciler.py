@@ -46,6 +46,7 @@ from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Leader
+from elastic_rl.runtime.failpoints import reach
 from elastic_rl.telemetry import metrics, traces
 
 log = logging.getLogger(__name__)
@@ -265,8 +266,10 @@ class Reconciler:
                                  term=record.term, previous=before.replica if before else "", by=registry.BY_LEADER)
             ops += [Op.put(self._keys.leadership(), record.encode()), events.put_op(self._keys, event)]
         unchanged = Compare.mod(self._keys.leadership(), "==", found.mod_revision if found else 0)
+        reach("leader.elected")
         if ops and not self._election.writer([unchanged], ops):
             return  # the next pass announces it
+        reach("leader.announced")
         self._term = mine.create_revision
 
     def _record_reported_deaths(self, batch: EventBatch) -> None:

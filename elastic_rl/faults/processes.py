@@ -251,14 +251,15 @@ class Struck(Killed):
         the run goes on as before."""
         signs = (e for e in events.recent(self.context.etcd, self.context.keys, limit=200) if e.at >= self.at)
         return any(e.kind.partition(".")[0] == self.part.component and (kind := event_kinds.find(e.kind)) is not None
-                   and bool(kind.begins or kind.counted or kind.alert) for e in signs) or self.healed()
+                   and bool(kind.begins or kind.counted or kind.alert) for e in signs) or (
+                       self.way.ends and self.is_back()) or self.healed()
 
     def is_back(self) -> bool:
         """As many processes as before work. One that was stopped is among them, or has ended."""
         assert self._victim is not None
         pids, victim = self.part.pids(self.context), self._victim.pid if runs(self._victim) else 0
         if self.way.ends:
-            return victim == 0 and len(pids) >= min(self._before, 1) and self._victim.pid not in pids
+            return victim == 0 and len(pids) >= self._before and self._victim.pid not in pids
         return len(pids) >= self._before and (not victim or victim in pids or self.part.rejoins)
 
 

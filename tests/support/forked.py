@@ -194,7 +194,7 @@ def _become(request: Mapping[str, Any], fds: Sequence[int]) -> None:
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     if os.environ.get("PYTHONUNBUFFERED"):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    if failpoints := sys.modules.get("elastic_rl.dcs.failpoints"):
+    if failpoints := sys.modules.get("elastic_rl.runtime.failpoints"):
         importlib.reload(failpoints)  # it reads the environment when it is imported
 
 

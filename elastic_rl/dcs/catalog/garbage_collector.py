@@ -19,7 +19,6 @@ from elastic_rl.dcs.catalog.retention import RetentionPolicy, to_release
 from elastic_rl.dcs.catalog.transitions import LIVE, TRANSITIONS
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.connection import NodeConnection, SweepMark, VersionName
-from elastic_rl.dcs.failpoints import reach
 from elastic_rl.dcs.fan_out import in_parallel, on_each
 from elastic_rl.dcs.registered_nodes import RECOVER_HINT
 from elastic_rl.dcs.security import Security
@@ -28,6 +27,7 @@ from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import CatalogIdentity, Severity, VersionState
+from elastic_rl.runtime.failpoints import reach
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ import torch
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.connection import NodeConnection, Progress
-from elastic_rl.dcs.failpoints import reach
 from elastic_rl.dcs.fetch import mapping
 from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.dcs.security import Security
@@ -27,6 +26,7 @@ from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.mirror import Mirror
 from elastic_rl.etcd.records import Version
+from elastic_rl.runtime.failpoints import reach
 from elastic_rl.telemetry import traces
 
 OnPart = Callable[[dict[str, Any]], object]

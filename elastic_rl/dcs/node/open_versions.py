@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from elastic_rl.dcs.codecs import delta
 from elastic_rl.dcs.codecs.digests import matches
-from elastic_rl.dcs.failpoints import reach
 from elastic_rl.dcs.fetch import version_map
 from elastic_rl.dcs.fetch.fetcher import Fetcher
 from elastic_rl.dcs.fetch.version_map import TensorAssembly, VersionMap
@@ -31,6 +30,7 @@ from elastic_rl.dcs.storage.chunk import Chunk
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
 from elastic_rl.errors import ChunkCorrupt, ElasticRLError, NodeUnavailable
 from elastic_rl.etcd.records import Version
+from elastic_rl.runtime.failpoints import reach
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_rl.config import DcsConfig
-from elastic_rl.dcs import failpoints, protocol
+from elastic_rl.dcs import protocol
 from elastic_rl.dcs.codecs import delta
 from elastic_rl.dcs.codecs.digests import XXH3
 from elastic_rl.dcs.connection import VersionName
@@ -63,6 +63,7 @@ from elastic_rl.errors import (
     NodeUnavailable,
     VersionNotFound,
 )
+from elastic_rl.runtime import failpoints
 
 log = logging.getLogger(__name__)
 

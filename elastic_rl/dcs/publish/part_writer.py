@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from elastic_rl.dcs import failpoints
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.codecs.digests import XXH3
 from elastic_rl.dcs.codecs.tensors import dtype_name, to_bytes
@@ -18,6 +17,7 @@ from elastic_rl.dcs.manifest import Packer, TensorEntry, aligned
 from elastic_rl.dcs.publish.parts import Part
 from elastic_rl.dcs.storage.arena import ArenaFile
 from elastic_rl.errors import DeadlineExceeded, NodeUnavailable
+from elastic_rl.runtime import failpoints
 
 _View = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool, int]
 _EXTENT_CHUNKS = 16

@@ -18,7 +18,6 @@ from typing import Any, Self
 import torch
 
 from elastic_rl.config.dcs import Replicas
-from elastic_rl.dcs import failpoints
 from elastic_rl.dcs.catalog import replica_sets
 from elastic_rl.dcs.catalog import writer as catalog_writer
 from elastic_rl.dcs.catalog.writer import PendingCommit, Staged, StreamWriter, merge_acknowledged
@@ -46,6 +45,7 @@ from elastic_rl.etcd.client import EtcdClient, KeptLease, Op
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import ReplicaSets, Version
+from elastic_rl.runtime import failpoints
 from elastic_rl.telemetry import traces
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from elastic_rl.dcs import failpoints
 from elastic_rl.dcs.codecs.digests import XXH3, digest_of, kind_of, matches
 from elastic_rl.dcs.manifest import Manifest, aligned
 from elastic_rl.dcs.storage.chunk import Chunk, Copy
@@ -41,6 +40,7 @@ from elastic_rl.dcs.storage.disk_saver import DiskSaver, require_disk
 from elastic_rl.dcs.storage.save_queue import SaveQueue
 from elastic_rl.dcs.storage.tiers import Tiers
 from elastic_rl.errors import ArenaFull, ChunkCorrupt, ChunkMissing, ConfigError, DiskFull
+from elastic_rl.runtime import failpoints
 
 _CORRUPT_KEPT = 10_000
 _EXTENT_FRACTION = 8

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from elastic_rl.dcs import failpoints
 from elastic_rl.errors import ChunkCorrupt, ChunkMissing, DiskFull, PreflightFailed
+from elastic_rl.runtime import failpoints
 from elastic_rl.runtime.files import sync_folder
 
 _CHUNK = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")

@@ -27,11 +27,11 @@ import torch
 from torch import nn
 
 from elastic_rl.config import EngineConfig
-from elastic_rl.dcs import failpoints
 from elastic_rl.dcs.fetch.mapping import load_tensors
 from elastic_rl.engine.sglang import stager
 from elastic_rl.engine.sglang.staging import Staging, call_load_weights, poison, require_covered
 from elastic_rl.errors import EngineFailed, StagingFailed
+from elastic_rl.runtime import failpoints
 
 REQUEST = "elastic_rl.request"
 LOADER = "elastic_rl.engine.sglang.loader.load"

@@ -21,10 +21,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from elastic_rl.dcs import failpoints
 from elastic_rl.dcs.codecs.digests import digest_of
 from elastic_rl.dcs.codecs.tensors import checksum
 from elastic_rl.errors import EngineFailed
+from elastic_rl.runtime import failpoints
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 

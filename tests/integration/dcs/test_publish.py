@@ -20,7 +20,6 @@ from support.tiers import full, parametrize
 from support.waiting import wait_until
 
 from elastic_rl.config import DcsConfig
-from elastic_rl.dcs import failpoints
 from elastic_rl.dcs.catalog import garbage_collector, pins, reads, writer
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
@@ -32,6 +31,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
 from elastic_rl.net.addresses import free_port
+from elastic_rl.runtime import failpoints
 from elastic_rl.trainer.checkpoint.async_publish import AsyncPublisher, InFlightPublish
 from elastic_rl.trainer.checkpoint.owned_tensors import OwnedTensorWriter
 from elastic_rl.trainer.megatron.parallel import ParallelDims

@@ -14,11 +14,11 @@ from support.tiers import full
 from support.waiting import wait_until
 
 from elastic_rl.coordinator.membership.weight_outliers import outliers
-from elastic_rl.dcs import failpoints
 from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.host.leftovers import remove_files, sweep, tagged_files
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.processes import spawn
+from elastic_rl.runtime import failpoints
 
 
 @full(proved_in="tests/unit/engine/test_engine_lifecycle.py tests/integration/engine/test_engine.py",

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from support.run_log_terms import Term, use_small_segments
 
-from elastic_rl.dcs import failpoints
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.runtime import failpoints
 
 
 def main() -> None:

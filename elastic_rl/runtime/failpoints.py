@@ -1,4 +1,4 @@
-"""Points at which a test can kill a process of the checkpoint service, as by kill -9.
+"""Points at which a test can kill a process, as by kill -9: of the checkpoint service, and of a coordinator.
 
     ELASTIC_RL_FAILPOINT=publish.sealed:3   dies when it reaches that point for the third time
 
@@ -21,7 +21,8 @@ COLLECTOR = ("gc.gone", "gc.marked", "gc.dropped")
 ENGINE = ("apply.staged", "apply.torn", "apply.applied")
 OPENING = ("open.pinned", "open.manifest", "open.located")
 NODE = ("node.received", "node.sealed", "disk.partial", "disk.saved", "disk.removed", "node.indexed")
-POINTS = frozenset((*PUBLISHER, *PULLER, *COLLECTOR, *ENGINE, *OPENING, *NODE))
+LEADER = ("leader.elected", "leader.announced")
+POINTS = frozenset((*PUBLISHER, *PULLER, *COLLECTOR, *ENGINE, *OPENING, *NODE, *LEADER))
 """All points, by the process that reaches them. The chaos suite kills a process at each of them."""
 
 def parse(value: str) -> tuple[str, int]:

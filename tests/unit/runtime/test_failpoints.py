@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_rl.dcs import failpoints
 from elastic_rl.errors import ConfigError
+from elastic_rl.runtime import failpoints
 
 
 def test_failpoint_and_its_count_are_read() -> None:
@@ -26,8 +26,8 @@ def test_misspelt_failpoint_is_rejected(value: str) -> None:
 
 
 def test_process_with_a_misspelt_failpoint_does_not_start() -> None:
-    found = subprocess.run([sys.executable, "-c", "import elastic_rl.dcs.failpoints"], text=True, capture_output=True,
-                           timeout=120, env={**os.environ, failpoints.ENV: "gc.gon"})
+    found = subprocess.run([sys.executable, "-c", "import elastic_rl.runtime.failpoints"], text=True,
+                           capture_output=True, timeout=120, env={**os.environ, failpoints.ENV: "gc.gon"})
     assert found.returncode and "there is no failpoint 'gc.gon'" in found.stderr
 
 
