@@ -13,7 +13,7 @@ from typing import ClassVar
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate.store import STATUS, split, value_of
 from chaos_tests.validate.training import same_weights
-from chaos_tests.validate.verdict import RUN, Fold
+from chaos_tests.validate.verdict import OWN_TARGETS, RUN, Fold
 from elastic_rl.coordinator.alerts.state_machine import Phase
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import Severity
@@ -21,8 +21,6 @@ from elastic_rl.etcd.records import Severity
 FLOOR_STEPS = 2
 """Steps that a job has to have done before its first fault, where the log does not say it: else nothing was struck
 under load."""
-OWN_TARGETS = ("one host", "test hosts")
-"""Targets that are taken down after their run, so that what is left of them can be seen."""
 AFTER_S = 60.0
 """Consequences of a fault come so long after its recovery at most: leases end, and alerts have a hold."""
 _SILENT_S = 120.0
@@ -316,8 +314,19 @@ class Alerts(FaultFold):
                 kinds = ", ".join(f"{seen.alert['kind']} of {seen.alert['subject']}" for seen in alerts)
                 self.violated(f"{named} gave {len(alerts)} alerts: {kinds}", fault,
                               *(proof for seen in alerts for proof in seen.proofs))
-            elif not alerts and _KILLED in str(fault["witness"]) and self._alerts:
+            elif not alerts and _KILLED in str(fault["witness"]) and (self._alerts or self._has_receivers):
                 self.violated(f"{named} gave no alert", fault)
+        fired = [seen for seen in self._alerts.values() if seen.fired and of_fault(seen.alert)]
+        if fired and not self._notices and self._has_receivers:
+            self.violated(f"{len(fired)} alerts fired, and no receiver got a notice", *fired[0].proofs)
+        if not self.faults and not (self.run.get("schedule") or {}).get("strikes"):
+            for seen in fired:
+                self.violated(f"{seen.alert['kind']} of {seen.alert['subject']} fired in a run without faults",
+                              *seen.proofs)
+
+    @property
+    def _has_receivers(self) -> bool:
+        return bool((self.settings.get("alerts") or {}).get("urls"))
 
     def evidence(self) -> str:
         fired = sum(seen.fired and of_fault(seen.alert) for seen in self._alerts.values())
@@ -330,6 +339,10 @@ class Alerts(FaultFold):
 def of_fault(alert: Event) -> bool:
     """Whether an alert is about a part that does not work."""
     return alert.get("severity") != Severity.INFO and not str(alert.get("kind")).startswith(_NOT_OF_FAULTS)
+
+
+_SLOWNESS = ("busy_cores", "_slow", "_late", "_lossy")
+"""How names of faults end that make work slow and nothing else: they are no excuse for a fault that is found."""
 
 
 # -- I14 ---------------------------------------------------------------------------------------------------------------
@@ -352,8 +365,8 @@ class SlowWork(FaultFold):
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
-        injected = [(began(fault) - 1.0, ended(fault) + AFTER_S)
-                    for fault in self.faults if fault.get("injected_at") is not None]
+        injected = [(began(fault) - 1.0, ended(fault) + AFTER_S) for fault in self.faults
+                    if fault.get("injected_at") is not None and not str(fault["name"]).endswith(_SLOWNESS)]
         for event in self._found:
             if not any(begin <= float(event["at"]) <= until for begin, until in injected):
                 self.violated(f"{event['name']} of {event['subject']}, when no fault was under way: {event['message']}",

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate.store import split, value_of
-from chaos_tests.validate.verdict import Fold
+from chaos_tests.validate.verdict import OWN_TARGETS, Fold
 from elastic_rl.etcd.records import VersionState
 
 LOGPROB_DIFF = 1e-4
@@ -230,10 +230,14 @@ class WholeRun(StepFold):
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
-        if end is None or end.get("aborted") or "steps" not in self.report:
+        if end is None or end.get("aborted"):
             return
         if end.get("phase") == "failed":
             self.violated("the job has failed", end)
+        if "steps" not in self.report:
+            if self.run.get("target") in OWN_TARGETS:
+                self.violated("the run has left no report", end)
+            return
         wanted = wanted_steps(self.run, self.report)
         committed = end.get("committed_steps")
         if self.report["steps"] != wanted or (

@@ -184,6 +184,7 @@ class HostFault(ABC):
         self._ended, self._unanswered_since = False, 0.0
 
     def inject(self) -> tuple[str, str]:
+        self._ended = False  # it is tried again where etcd did not answer
         self.host = wait_until(lambda: self.context.take(self.victim), timeout_s=INJECT_TIMEOUT_S, poll_s=0.1,
                                what=f"the host that is the {self.victim}")
         try:

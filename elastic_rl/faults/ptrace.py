@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from elastic_rl.errors import ConfigError, DeadlineExceeded
 
-_POKETEXT, _GETREGS, _SETREGS, _ATTACH, _DETACH = 4, 12, 13, 16, 17
+_POKETEXT, _CONT, _GETREGS, _SETREGS, _ATTACH, _DETACH = 4, 7, 12, 13, 16, 17
 _WALL = 0x40000000
 _EXIT_GROUP = 231
 _SYSCALL = 0x050F
@@ -97,9 +98,16 @@ def _owner_of_gil(pid: int) -> int:
 
 
 def _attach(thread: int) -> None:
-    """Returns once the thread is stopped."""
+    """Returns once the thread is stopped by this. A signal that comes first is delivered: else it would be lost, and
+    the stop would come after the release."""
     _ptrace(_ATTACH, thread)
-    os.waitpid(thread, _WALL)
+    while True:
+        _, status = os.waitpid(thread, _WALL)
+        if not os.WIFSTOPPED(status):
+            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+        if os.WSTOPSIG(status) == signal.SIGSTOP:
+            return
+        _ptrace(_CONT, thread, data=os.WSTOPSIG(status))
 
 
 def _release(thread: int) -> None:

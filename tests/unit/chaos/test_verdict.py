@@ -105,6 +105,10 @@ def newest(records: list[Record], key: str) -> Record:
     return value_of(next(r for r in reversed(records) if r.get("key") == key))
 
 
+def receivers(records: list[Record]) -> None:
+    records[0]["settings"]["alerts"] = {"urls": ["json://localhost"]}
+
+
 def second_alert(records: list[Record], subject: str = "rollout-1") -> None:
     prefix = f"{KEYS.alerts_prefix()}engine.dead/"
     for record in [r for r in records if r.get("key") == f"{prefix}rollout-1/e1"]:
@@ -186,6 +190,8 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     (notified("e1", "firing", 0), "I9"),
     (notified("e1", "resolved", 0), "I9"),
     (second_alert, "I9"),
+    (both(receivers, without(Kind.NOTIFICATION)), "I9"),
+    (both(receivers, without(Kind.NOTIFICATION), without(Kind.CHANGE, KEYS.alerts_prefix())), "I9"),
     (without(Kind.CHANGE, f"{KEYS.alerts_prefix()}engine.dead"), "I9"),
     # I10
     (fault(detected_at=None), "I10"),
@@ -197,6 +203,7 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     (lambda r: end(r)["committed_steps"].pop(), "I11"),
     (lambda r: end(r)["committed_steps"].insert(1, 1), "I11"),
     (lambda r: end(r).update(phase="failed"), "I11"),
+    (lambda r: end(r).update(phase="failed", report={}, committed_steps=[]), "I11"),
     (lambda r: event("run.crash_loop", first(r, Kind.FAULT)["injected_at"])(r), "I11"),
     # I12
     (both(write((KEYS.member("driver", "driver-0"), None)), later(RECOVERY_S * 2)), "I12"),

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl.errors import DeadlineExceeded
 from elastic_rl.faults import ptrace
@@ -76,3 +78,19 @@ def test_process_that_does_nothing_has_no_gil_to_hold() -> None:
         with pytest.raises(DeadlineExceeded, match="no thread"):
             ptrace.hold_gil(process.pid, 5.0, find_s=0.5)
         assert process.poll() is None
+
+
+def test_signals_that_come_meanwhile_are_delivered_and_leave_nothing_stopped() -> None:
+    ticks = ("import signal; signal.signal(signal.SIGALRM, lambda *_: None); "
+             "signal.setitimer(signal.ITIMER_REAL, 5e-4, 5e-4)")
+    with subprocess.Popen([sys.executable, "-c", f"{ticks}\nprint('ready', flush=True)\nwhile True: sum(range(200))"],
+                          stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+            for _ in range(1000):
+                ptrace._attach(child.pid)
+                ptrace._release(child.pid)
+            used = psutil.Process(child.pid).cpu_times().user
+            wait_until(lambda: psutil.Process(child.pid).cpu_times().user > used, what="the process to go on")
+        finally:
+            child.kill()
