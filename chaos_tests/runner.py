@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from shutil import which
-from typing import Any
+from typing import Any, TypeVar
 
 from chaos_tests import abort, report
 from chaos_tests.abort import AbortSwitch
@@ -60,6 +60,7 @@ _BY_TIME_STEPS = 1_000_000
 _PACKAGES = ("elastic-rl", "ray", "sglang", "torch", "megatron-core", "etcd3")
 Say = Callable[[str], None]
 OnSwitch = Callable[[AbortSwitch], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -237,8 +238,10 @@ class _Play:
                 self._say("stopping the job")
                 target.cluster.stop_run()
             self._await_alerts()
-            return {"phase": self._phase(), "report": target.report(), "committed_steps": target.committed_steps(),
-                    "alerts": [json.loads(alert.encode()) for alert in target.alerts()]}
+            alerts = _answered(target.alerts) or []
+            return {"phase": _answered(self._phase) or "", "report": _answered(target.report) or {},
+                    "committed_steps": _answered(target.committed_steps),
+                    "alerts": [json.loads(alert.encode()) for alert in alerts]}
 
     def _injector(self) -> FaultInjector:
         target = self._target
@@ -252,6 +255,7 @@ class _Play:
     def _await_end(self, injector: FaultInjector, steps: _Steps) -> None:
         """Returns when the job has ended, the time of a run by time is over, or the run is aborted."""
         length_s, began_s = self._schedule.minutes * 60.0, None
+        newest, progress_s = steps.newest, time.monotonic()
         while not self._aborts.why:
             if self._target.own and self._over():
                 return
@@ -259,6 +263,10 @@ class _Play:
                 self._aborts.request(why)
                 return
             began_s = time.monotonic() if began_s is None and steps.newest else began_s
+            if steps.newest != newest or injector.under_way:
+                newest, progress_s = steps.newest, time.monotonic()
+            if self._target.own and time.monotonic() > progress_s + self._limits.recovery_s:
+                self._aborts.request(f"no step was made for {self._limits.recovery_s:g} s, and no fault is under way")
             if self._schedule.by_time and began_s is not None:
                 played = not injector.is_alive()
                 if time.monotonic() > began_s + length_s * (1.0 if played else _LATE):
@@ -300,6 +308,19 @@ class _Play:
 
     def _sample_store(self) -> None:
         self._log.write(Kind.STORE, **self._sampler.store())
+
+
+def _answered(read: Callable[[], T]) -> T | None:
+    """What is read, once etcd answers; None where it is away for long: the rest is worth judging."""
+    until = time.monotonic() + _END_S
+    while True:
+        try:
+            return read()
+        except EtcdUnavailable as e:
+            if time.monotonic() >= until:
+                log.warning("not read at the end of the run: %s", e)
+                return None
+        time.sleep(_POLL_S)
 
 
 class _FaultRecords:

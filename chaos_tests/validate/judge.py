@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.validate import faults, growth, replays, store, training
+from chaos_tests.validate import faults, growth, replays, store, training, watches
 from chaos_tests.validate.histories import unexplained
 from chaos_tests.validate.verdict import MOST_SHOWN, RULES, RUN, Fold, Replay, State, Verdict, Violation
 
@@ -22,7 +22,8 @@ FOLDS: Sequence[type[Fold]] = (
 REPLAYS: Sequence[Replay] = (
     Replay(("I1",), Kind.CHANGE, store.stale_leaders, "the election replayed"),
     Replay(("I1", "I3", "I10"), Kind.OPERATION, unexplained, "histories of clients against their models"),
-    *(Replay((rule,), Kind.CHANGE, checker, " ".join((checker.__doc__ or "").partition(".")[0].split()))
+    *(Replay((rule,), Kind.WATCH if checker is watches.watches else Kind.CHANGE, checker,
+             " ".join((checker.__doc__ or "").partition(".")[0].split()))
       for rule, checker in replays.CHECKERS))
 
 

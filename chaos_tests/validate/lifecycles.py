@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from chaos_tests.event_log import Event
+from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate.replay import Checker, Step, below, lifecycle, replay
 from chaos_tests.validate.verdict import Violation
 from elastic_rl.etcd.keys import ClusterKeys, Keys
@@ -33,6 +33,12 @@ _JOB_PHASES = {"queued": frozenset({"starting"}) | _ENDED, "starting": frozenset
                "running": _ENDED}
 _OPERATION = {"running": frozenset({"succeeded", "failed", "cancelled"})}
 _ALERT = {"pending": frozenset({"firing"}), "firing": frozenset({"resolved"})}
+
+
+def _about(events: Iterable[Event], prefix: str) -> list[Event]:
+    """The changes below a prefix, and the gaps."""
+    return [event for event in events if event["kind"] == Kind.GAP
+            or event["kind"] == Kind.CHANGE and below(event["key"]).startswith(prefix)]
 
 
 def engines(events: Iterable[Event]) -> Iterator[Violation]:
@@ -75,7 +81,7 @@ def routable(events: Iterable[Event]) -> Iterator[Violation]:
 
 def operations(events: Iterable[Event]) -> Iterator[Violation]:
     """An operation runs until it has ended, an end is final, and none is deleted before."""
-    seen = list(events)
+    seen = _about(events, _OPERATIONS)
     yield from lifecycle("I10", _OPERATIONS, "state", _OPERATION, frozenset({"running"}), seen)
     for found in replay(seen, lambda key: below(key).startswith(_OPERATIONS)):
         for step in found.steps:
@@ -93,7 +99,7 @@ def idempotency(events: Iterable[Event]) -> Iterator[Violation]:
 
 def jobs(events: Iterable[Event]) -> Iterator[Violation]:
     """A submission is queued, has its turn, runs and ends. An end is final: only a new submission is queued again."""
-    seen = list(events)
+    seen = _about(events, _JOB_STATES)
     yield from lifecycle("I11", _JOB_STATES, "phase", _JOB_PHASES, frozenset({"queued"}), seen,
                          same=lambda step: step.old.get("submission") == step.new.get("submission"))
     for found in replay(seen, lambda key: below(key).startswith(_JOB_STATES)):
@@ -111,7 +117,7 @@ def jobs(events: Iterable[Event]) -> Iterator[Violation]:
 def alerts(events: Iterable[Event]) -> Iterator[Violation]:
     """An alert is pending, fires and is resolved, once: its id is never used again, one thing has one open alert at a
     time, the same report opens one alert only, whoever leads, and a notice that was delivered stays recorded."""
-    seen = list(events)
+    seen = _about(events, _ALERTS)
     yield from lifecycle("I9", _ALERTS, "phase", _ALERT, frozenset({"pending", "firing", "resolved"}), seen)
     ids, reports = dict[str, str](), dict[tuple[str, int], str]()
     open_alerts = dict[str, str]()

@@ -65,12 +65,14 @@ def _of_watch(delivered: list[Event], changes: list[_Seen], gaps: list[tuple[int
 
 
 def _differences(got: list[_Seen], wanted: list[_Seen]) -> Iterator[str]:
-    if len(set(got)) < len(got):
-        twice = next(c for n, c in enumerate(got) if c in got[:n])
+    came, made = set(got), set(wanted)
+    if len(came) < len(got):
+        seen = set[_Seen]()
+        twice = next(c for c in got if c in seen or seen.add(c))  # type: ignore[func-returns-value]
         yield f"{twice[2]} of revision {twice[0]} came twice"
-    elif lost := [c for c in wanted if c not in set(got)]:
+    elif lost := [c for c in wanted if c not in came]:
         yield f"{len(lost)} changes are missing, first {lost[0][2]} of revision {lost[0][0]}"
-    elif invented := [c for c in got if c not in set(wanted)]:
+    elif invented := [c for c in got if c not in made]:
         yield f"{invented[0][2]} of revision {invented[0][0]} is no change of the store"
     elif got != wanted:
         n = next(n for n, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)

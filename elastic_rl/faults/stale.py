@@ -87,12 +87,14 @@ class ZombieDriver(Killed):
         taken_over = fencing.current_driver(etcd, keys) > generation
         try:
             FencedWriter.of_driver(etcd, keys, epoch, generation).require()
-            refused = "nobody took over"
+            refused = ""
         except Fenced as e:
             refused = f"a write under its generation was refused: {e.message}"
             taken_over = False
         if taken_over:
             raise FencingBroken(f"a write of the driver's generation {generation}, which is over, was accepted")
+        if not refused:  # nobody has taken over: it was no zombie
+            return f"driver (generation {generation})", ""
         return f"driver (generation {generation})", (
             f"pid {driver.pid} was stopped for {time.time() - self.at:.1f} s; {refused}")
 

@@ -52,6 +52,8 @@ class DiskRefusesWrites(Killed):
                 most = max([most, *(record.unsaved for record in _records(self.context))])
                 self.context.ended.wait(0.2)
         self._unsaved = most
+        if not most:  # nothing was to be written
+            return "DCS node", ""
         return "DCS node", f"no file of pid {pid} could grow for {self.seconds:g} s: {most} chunks were not on its disk"
 
     def detected(self) -> bool:
@@ -89,6 +91,8 @@ class ChunksDamaged(Killed):
             _damage(path, torn=self.torn)
         self._damaged = len(files)
         witness = kill(engine.pid)
+        if not files:
+            return f"disk of the DCS node, engine {engine.id}", ""
         how = "lost its second half" if self.torn else "had a bit flipped"
         return f"disk of the DCS node, engine {engine.id}", (
             f"each of {len(files)} chunks on disk {how} while pid {pid} was dead, head {head.number if head else 0}; "

@@ -58,7 +58,7 @@ class UndoRegistry:
         """Notes what undoes a fault that is about to happen to a process; ``values``: the fields that ``undo`` names.
         Raises psutil.NoSuchProcess."""
         entry = {"id": secrets.token_hex(8), "undo": undo.value, "pid": pid,
-                 "create_time": psutil.Process(pid).create_time() if pid else 0.0, **values}
+                 "started": _started(pid) if pid else 0, **values}
         self._append(entry)
         return entry
 
@@ -103,8 +103,25 @@ class UndoRegistry:
 def undo_all(folder: Path) -> list[str]:
     """Undoes whatever faults have left in the folder, newest first; returns what was done, for people."""
     registry = UndoRegistry(folder)
-    return [f"{entry['undo']} {entry['pid'] or entry.get('path', '')}" for entry in reversed(registry.pending())
-            if registry.undo(entry)]
+    done, failed = list[str](), list[str]()
+    for entry in reversed(registry.pending()):
+        what = f"{entry.get('undo')} {entry.get('pid') or entry.get('path', '')}"
+        try:
+            if registry.undo(entry):
+                done.append(what)
+        except (OSError, ValueError, KeyError, TypeError, psutil.Error) as e:  # the others are undone all the same
+            failed.append(f"{what}: not undone: {type(e).__name__} {e}")
+    return [*done, *failed]
+
+
+def _started(pid: int) -> int:
+    """When a process was started, in clock ticks since the boot: unlike a time of day, no change of the clock moves it.
+    Raises psutil.NoSuchProcess."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        raise psutil.NoSuchProcess(pid) from None
+    return int(stat.rpartition(")")[2].split()[19])
 
 
 def _undo(entry: dict[str, Any]) -> bool:
@@ -118,7 +135,7 @@ def _undo(entry: dict[str, Any]) -> bool:
         return False
     try:
         process = psutil.Process(pid)
-        if process.create_time() != entry["create_time"]:
+        if _started(pid) != entry["started"]:
             return False  # another process has its number
         if undo is Undo.CONTINUE:
             was_stopped = process.status() == psutil.STATUS_STOPPED

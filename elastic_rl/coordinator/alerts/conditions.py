@@ -86,12 +86,12 @@ class Thresholds:
 def conditions(snapshot: ClusterSnapshot, now: float, limits: Thresholds = Thresholds(),
                firing: Set[str] = frozenset()) -> dict[str, Condition]:
     """What is wrong now, by key. ``firing``: keys of the alerts that are open."""
-    found = [*_members(snapshot), *_returned(snapshot, now, firing), *_compute(snapshot),
+    found = [*_returned(snapshot, now, firing), *_members(snapshot), *_compute(snapshot),
              *_pools(snapshot, limits), *_lags(snapshot, now, limits), *_nodes(snapshot, limits, firing),
              *_job(snapshot, limits), *_learning(snapshot, limits),
              *_waiting(snapshot, now, limits), *_idle(snapshot, limits, firing), *_unreadable(snapshot),
              *etcd_conditions(snapshot.etcd_health, limits.etcd_slow_s, limits.full_fraction, limits.etcd_quota_bytes)]
-    return {c.key: c for c in found}
+    return {c.key: c for c in found}  # what is dead now goes before what has returned
 
 
 def behind_s(now: float, number: int, committed: Mapping[int, float]) -> float:

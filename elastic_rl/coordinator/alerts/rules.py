@@ -101,7 +101,7 @@ def merge_by_fault(found: Iterable[Condition], known: Sequence[Alert], now: floa
         if not c.notify_resolved:
             prefix = fault if fault.endswith("/") else ""  # a role: any of its members
             has_one = first is not None or fault in lately or any(
-                prefix and f.startswith(prefix) for f in (*open_by_fault, *lately))
+                prefix and f.startswith(prefix) for f in open_by_fault)
             if same or not has_one:
                 out.append(c)
             continue

@@ -67,7 +67,7 @@ def test_process_that_has_the_number_of_another_one_is_left_alone(process: subpr
                                                                   ) -> None:
     registry = UndoRegistry(tmp_path)
     entry = registry.note(Undo.END, process.pid)
-    assert not registry.undo({**entry, "create_time": entry["create_time"] - 1.0})
+    assert not registry.undo({**entry, "started": entry["started"] - 1})
     assert process.poll() is None
     assert registry.undo(entry) and process.wait(timeout=60) == -signal.SIGKILL
     assert not registry.undo(entry)
@@ -87,3 +87,14 @@ def test_line_that_a_killed_writer_has_torn_hides_no_other(process: subprocess.P
         file.write('{"id": "torn", "und')
     second = registry.note(Undo.END, process.pid)
     assert registry.pending() == [first, second]
+
+
+def test_what_cannot_be_undone_keeps_nothing_else_from_it(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    registry = UndoRegistry(tmp_path)
+    registry.note(Undo.CONTINUE, process.pid)
+    _stop(process)
+    with (tmp_path / "undo.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"id": "x", "undo": "unheard-of", "pid": 1, "started": 0}\n')
+    done, failed = undo_all(tmp_path)
+    assert done == f"continue {process.pid}" and "unheard-of" in failed and "not undone" in failed
+    _is(process, psutil.STATUS_SLEEPING)
