@@ -133,9 +133,10 @@ def _run(ctx: RunContext, etcd: EtcdClient, args: argparse.Namespace) -> int:
 def _make_agent(ctx: RunContext, run_id: str, args: argparse.Namespace, refused: RefusedCommands) -> Any:
     """``refused``: ranks that have ended for one use up none of ``trainer.max_restarts``."""
     import torch
-    from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -148,9 +149,14 @@ def _make_agent(ctx: RunContext, run_id: str, args: argparse.Namespace, refused:
 
     class Agent(LocalElasticAgent):
         def _monitor_workers(self, worker_group: Any) -> Any:
-            if self._pcontext is not None:
-                watch.look(self._pcontext.pids())
+            pids = self._pcontext.pids() if self._pcontext is not None else {}
+            ended = watch.look(pids) if pids else []
             found = super()._monitor_workers(worker_group)
+            if ended and found.state is WorkerState.HEALTHY:
+                # With exit code 0, for which torch elastic waits for a result that never comes. No rank ends by itself.
+                log.error("ranks %s have exited with code 0", ended)
+                found = RunResult(state=WorkerState.FAILED, failures={
+                    worker_group.workers[n].global_rank: ProcessFailure(n, pids[n], 0, "") for n in ended})
             # Who sent the command tries its samples one after the other, which ends the ranks many times.
             if found.state in (WorkerState.UNHEALTHY, WorkerState.FAILED) and refused.take():
                 self._remaining_restarts += 1

@@ -23,17 +23,18 @@ class RankWatch:
         self._stopped = StoppedProcesses(stopped_limit_s)
         self._grace_s = grace_s
 
-    def look(self, ranks: Mapping[int, int]) -> None:
+    def look(self, ranks: Mapping[int, int]) -> list[int]:
         """``ranks``: pid of each rank. Kills ranks that have been stopped for too long. Once one has ended, all others
         are ended within the grace period: torch elastic, which does so too, would wait 30 s for one that does not
-        react."""
+        react. Returns the ranks that had ended by themselves."""
         alive = self._alive(ranks)
         if len(alive) < len(ranks):
             self._end(ranks)
-            return
+            return [rank for rank, pid in ranks.items() if pid not in alive]
         for pid in self._stopped.lost(time.monotonic(), [pid for pid in alive if is_stopped(pid)]):
             log.warning("rank process %d is stopped: it is killed, so that the group re-forms without it", pid)
             _send(pid, signal.SIGKILL)
+        return []
 
     @staticmethod
     def _alive(ranks: Mapping[int, int]) -> list[int]:

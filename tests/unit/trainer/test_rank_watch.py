@@ -32,11 +32,11 @@ def test_end_of_a_rank_ends_all_others_even_unresponsive_ones() -> None:
         rank.start()
     assert all(each.wait(300) for each in ready)
     watch, pids = RankWatch(stopped_limit_s=LIMIT_S, grace_s=5.0), {n: rank.pid or 0 for n, rank in enumerate(ranks)}
-    watch.look(pids)
+    assert watch.look(pids) == []
     assert all(rank.is_alive() for rank in ranks)
     ranks[0].kill()
     ranks[0].join(300)
-    watch.look(pids)
+    assert watch.look(pids) == [0]
     for rank in ranks:
         rank.join(300)
     assert [rank.exitcode for rank in ranks[1:]] == [-signal.SIGTERM, -signal.SIGKILL]
