@@ -284,6 +284,10 @@ def _attached(ctx: typer.Context, file: Path | None, schedule_of: Callable[[Targ
     with running_cluster(find_cluster(ctx, file)) as target:
         schedule = schedule_of(target, radius)
         replicas = blast_radius.replicas_of(target.context())
+        if replicas[blast_radius.Part.HOSTS] > 1:  # a pid of a record may be another process's here
+            raise ConfigError("a job that runs can be struck on a cluster of one host only, and this one has "
+                              f"{replicas[blast_radius.Part.HOSTS]}",
+                              hint="leave --job out: a cluster is made for the run")
         _, refused = radius.allowed({name: 1.0 for strike in schedule.strikes for name in strike.faults}, replicas)
         if refused:
             raise ConfigError("the schedule strikes what is out of the blast radius: " + "; ".join(

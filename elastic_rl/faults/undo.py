@@ -12,7 +12,6 @@ import json
 import os
 import resource
 import secrets
-import shutil
 import signal
 from collections.abc import Iterator
 from enum import StrEnum
@@ -35,8 +34,6 @@ class Undo(StrEnum):
     """The process ``pid`` gets back the limit ``limit`` of the size of its files."""
     END = "end"
     """The process ``pid``, which is one that the fault has started, is killed with its group."""
-    RESTORE = "restore"
-    """The file ``saved`` is put back in the place of ``path``, if that is still there."""
 
 
 class UndoRegistry:
@@ -72,7 +69,11 @@ class UndoRegistry:
         """What is not marked as undone, in the order in which it was noted. A line that cannot be read is that of a
         writer that was killed before it did anything."""
         try:
-            lines = (self.folder / _FILE).read_text(encoding="utf-8").splitlines()
+            with (self.folder / _FILE).open(encoding="utf-8") as file:
+                found = os.fstat(file.fileno())
+                if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+                    return []  # what others may write has this user signal the processes that they choose
+                lines = file.read().splitlines()
         except FileNotFoundError:
             return []
         entries = dict[str, dict[str, Any]]()
@@ -105,7 +106,7 @@ def undo_all(folder: Path) -> list[str]:
     registry = UndoRegistry(folder)
     done, failed = list[str](), list[str]()
     for entry in reversed(registry.pending()):
-        what = f"{entry.get('undo')} {entry.get('pid') or entry.get('path', '')}"
+        what = f"{entry.get('undo')} {entry.get('pid')}"
         try:
             if registry.undo(entry):
                 done.append(what)
@@ -127,12 +128,6 @@ def _started(pid: int) -> int:
 def _undo(entry: dict[str, Any]) -> bool:
     """Whether there was anything to do. Never raises for what is gone."""
     undo, pid = Undo(entry["undo"]), int(entry["pid"])
-    if undo is Undo.RESTORE:
-        path, saved = Path(entry["path"]), Path(entry["saved"])
-        if path.exists() and saved.exists():
-            shutil.copyfile(saved, path)
-            return True
-        return False
     try:
         process = psutil.Process(pid)
         if _started(pid) != entry["started"]:
