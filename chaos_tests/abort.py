@@ -12,17 +12,12 @@ from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
 from elastic_rl.errors import ConfigError
 from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.records import Severity
-from elastic_rl.faults.undo import undo_all
+from elastic_rl.faults.undo import FILE, undo_all
 from elastic_rl.host import file_lock
 
-_FILE, _LOCK, _UNDO = "abort", "runner.lock", "undo.jsonl"
+_FILE, _LOCK = "abort", "runner.lock"
 _AFTERWARDS_S = 60.0
 """An alert that begins so soon after the recovery from a fault is of that fault."""
-
-
-def undo(folder: Path) -> list[str]:
-    """Undoes what faults of the run in a folder have left; returns what it did."""
-    return undo_all(folder)
 
 
 class AbortSwitch:
@@ -60,7 +55,7 @@ def running(folder: Path) -> Iterator[AbortSwitch]:
         try:
             yield AbortSwitch(folder)
         finally:
-            undo(folder)
+            undo_all(folder)
 
 
 def is_running(folder: Path) -> bool:
@@ -76,14 +71,14 @@ def abort(folder: Path) -> list[str] | None:
     if is_running(folder):
         (folder / _FILE).touch()
         return None
-    return undo(folder)
+    return undo_all(folder)
 
 
 def undo_of_killed_runs(results: Path) -> dict[str, list[str]]:
     """Undoes what those of the runs whose folders are in ``results`` have left whose process was killed; what was done,
     by run."""
     found: dict[str, list[str]] = {}
-    for file in results.glob(f"*/{_UNDO}"):
+    for file in results.glob(f"*/{FILE}"):
         if not is_running(file.parent) and (done := undo_all(file.parent)):
             found[str(file.parent)] = done
     return found

@@ -28,6 +28,7 @@ from chaos_tests.growth.sampler import Sampler
 from chaos_tests.nemesis.schedule import Schedule
 from chaos_tests.observation import Observer, require_client
 from chaos_tests.receiver import Notice, Receiver
+from chaos_tests.report import BASELINE, EVENTS, Judged
 from chaos_tests.scenarios import SCENARIOS, Scenario, Tier
 from chaos_tests.target import Target, own_cluster, own_config
 from elastic_rl.config import Config, secrets
@@ -37,13 +38,13 @@ from elastic_rl.etcd import events
 from elastic_rl.etcd.keys import ROOT
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.injector import FaultInjector
-from elastic_rl.faults.undo import UndoRegistry
+from elastic_rl.faults.undo import UndoRegistry, undo_all
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.report.build import parse_lines
 
 log = logging.getLogger(__name__)
 
-SCHEDULE, EVENTS, BASELINE, UNDO = "schedule.json", "events.jsonl", "baseline", "undo.jsonl"
+SCHEDULE = "schedule.json"
 _POLL_S = 1.0
 _SAMPLE_S = 10.0
 _EVENTS_READ = 500
@@ -233,7 +234,7 @@ class _Play:
             finally:
                 injector.end()
                 injector.join(_END_S)
-                abort.undo(self._folder)
+                undo_all(self._folder)
             if target.own and not self._over():
                 self._say("stopping the job")
                 target.cluster.stop_run()
@@ -400,12 +401,14 @@ class _Poller:
 def outcome_of(folder: Path) -> Outcome:
     """The outcome of the run whose results are in a folder, by its log and its baseline alone. Raises ValueError for a
     file that is no log."""
-    found = report.read(folder)
-    wrong = [str(violation) for verdict in found.verdicts for violation in verdict.violations]
-    return Outcome(folder, wrong, str((found.run.end or {}).get("aborted") or ""))
+    return _outcome(folder, report.read(folder))
 
 
 def _reported(folder: Path) -> Outcome:
     """The outcome of a run, whose report is written into its folder."""
-    report.write(folder)
-    return outcome_of(folder)
+    return _outcome(folder, report.write(folder))
+
+
+def _outcome(folder: Path, judged: Judged) -> Outcome:
+    wrong = [str(violation) for verdict in judged.verdicts for violation in verdict.violations]
+    return Outcome(folder, wrong, str((judged.run.end or {}).get("aborted") or ""))

@@ -74,15 +74,15 @@ def reproduce(run: Event) -> str:
                      f"--faults {faults}", *(schedule.get("settings") or ())])
 
 
-def write(folder: Path) -> Path:
-    """Writes report.json and report.html of the log in a folder of results, each whole or not at all; returns the
-    page's path. Raises as ``read``."""
+def write(folder: Path) -> Judged:
+    """Writes report.json and report.html of the log in a folder of results, each whole or not at all; returns what they
+    are of. Raises as ``read``."""
     judged = read(folder)
     report = build(judged)
     text = json.dumps(_finite(report), indent=1, allow_nan=False) + "\n"
     for name, content in ((REPORT, text), (PAGE, render(report, judged.run, judged.baseline))):
         replace_file(folder / name, content)
-    return folder / PAGE
+    return judged
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:

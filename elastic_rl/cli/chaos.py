@@ -188,9 +188,9 @@ def abort(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
 def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the results of a run.")],
           output: Output = Format.TABLE) -> None:
     """Judge a run again by its log, which may have been made on another machine; code 1 where a rule is broken."""
-    from chaos_tests import runner
-    if not (folder / runner.EVENTS).exists():
-        raise ConfigError(f"there is no {runner.EVENTS} in {folder}", hint="name a folder that `chaos run` has written")
+    from chaos_tests import report, runner
+    if not (folder / report.EVENTS).exists():
+        raise ConfigError(f"there is no {report.EVENTS} in {folder}", hint="name a folder that `chaos run` has written")
     try:
         outcome = runner.outcome_of(folder)
     except ValueError as e:

@@ -22,7 +22,7 @@ import psutil
 
 from elastic_rl.runtime.files import sync_folder
 
-_FILE = "undo.jsonl"
+FILE = "undo.jsonl"
 
 
 class Undo(StrEnum):
@@ -69,7 +69,7 @@ class UndoRegistry:
         """What is not marked as undone, in the order in which it was noted. A line that cannot be read is that of a
         writer that was killed before it did anything."""
         try:
-            with (self.folder / _FILE).open(encoding="utf-8") as file:
+            with (self.folder / FILE).open(encoding="utf-8") as file:
                 found = os.fstat(file.fileno())
                 if found.st_uid != os.geteuid() or found.st_mode & 0o022:
                     return []  # what others may write has this user signal the processes that they choose
@@ -92,7 +92,7 @@ class UndoRegistry:
         """Writes an entry in one call, which other writers cannot tear, and returns once the disk has it. It begins a
         line of its own, also after one that was torn."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.folder / _FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(self.folder / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             os.write(descriptor, b"\n" + json.dumps(entry).encode() + b"\n")
             os.fsync(descriptor)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from chaos_tests import abort, observation, runner
+from chaos_tests import abort, observation, report, runner
 from chaos_tests.event_log import FORM, EventLog, Kind
 from chaos_tests.faults.catalogue import FAULTS
 from chaos_tests.nemesis.schedule import Schedule, Strike
@@ -154,10 +154,10 @@ def test_failing_schedule_is_shrunk_to_the_fault_that_makes_it_fail(runs: list[d
 
 
 def test_check_judges_a_log_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = EventLog(tmp_path / runner.EVENTS)
+    log = EventLog(tmp_path / report.EVENTS)
     log.write(Kind.RUN, form=FORM, scenario="quick", schedule=json.loads(SCHEDULE.to_json()),
               settings={"train": {"max_staleness": 0}})
     assert run("check", str(tmp_path)) == Exit.FAILED
     assert "the log has no end" in capsys.readouterr().out
-    (tmp_path / runner.EVENTS).write_text("{}\n")
+    (tmp_path / report.EVENTS).write_text("{}\n")
     assert run("check", str(tmp_path)) == Exit.USAGE
