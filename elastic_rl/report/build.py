@@ -48,7 +48,8 @@ def read_records_since(path: Path, at: float) -> list[Record]:
             head, _, rest = found.partition(b"\n")  # the first line may be the end of one
             first = next(iter(parse_lines([(rest if begin else found).partition(b"\n")[0].decode(errors="replace")])),
                          None)
-            if begin and first is not None and float(first.get("at") or at) < at:
+            written = None if first is None else first.get("at")
+            if begin and written is not None and float(written) < at:
                 found = rest
                 break
     return list(parse_lines(found.decode(errors="replace").splitlines()))

@@ -12,8 +12,11 @@ def seeds(usual: int) -> int:
 
 def load_profile() -> None:
     """Settings of every test of hypothesis: without a limit for one example, whose time says nothing about the code on
-    a machine that does something else too. They hold for tests that are defined from then on."""
+    a machine that does something else too. The usual examples are the same ones for the same code, so that a suite that
+    passed passes again; where there are more (``--all``), they are drawn anew. The settings hold for tests that are
+    defined from then on."""
     import hypothesis  # it takes two seconds, and few integration tests use it
 
-    hypothesis.settings.register_profile("suite", deadline=None, max_examples=seeds(40))
+    hypothesis.settings.register_profile("suite", deadline=None, max_examples=seeds(40),
+                                           derandomize="ELASTIC_RL_SEEDS" not in os.environ)
     hypothesis.settings.load_profile("suite")
