@@ -111,6 +111,8 @@ class WorthSomething(FaultFold):
             self.violated("the log has no end: its writer was killed, or the run goes on")
         elif end.get("aborted"):
             self.violated(f"it was aborted: {end['aborted']}", end)
+        for problem in (end or {}).get("problems") or ():
+            self.violated(f"the suite itself has failed: {problem}", end or {})
         self._planned()
         self._floor()
         if self._steps and not self._compared:

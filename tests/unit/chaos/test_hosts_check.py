@@ -12,9 +12,9 @@ import pytest
 
 from chaos_tests.event_log import Kind
 from chaos_tests.history import Operation
+from chaos_tests.model.linearizability import check as linearizable
 from chaos_tests.model.models import MODELS, OPERATION
 from chaos_tests.model.operation import ABSENT, Call
-from chaos_tests.model.linearizability import check as linearizable
 from chaos_tests.observation import Change
 from chaos_tests.traffic.cluster_changes import CORDONED, DRAINED, USED, violations, wanted_of_host
 from chaos_tests.traffic.driver_writes import PREFIX, Driver
