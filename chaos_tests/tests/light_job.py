@@ -1,9 +1,8 @@
-"""``light_job.py GO BEHAVIOUR --context FILE --id NAME``: stands in the place of a job's driver, engines and trainer.
+"""``light_job.py GO --context FILE --id NAME``: stands in the place of a job's driver, engines and trainer.
 
 It makes the steps of the job without anything to compute: publishes a version, writes the record of the step, and puts
 its metrics and the job's status into etcd under the token of the driver. Behind step ``HOLD`` it waits for the file GO,
-so that what happens to the job happens within it, however slow the machine is. BEHAVIOUR ``stuck``: it makes no step
-after that one.
+so that what happens to the job happens within it, however slow the machine is.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ def main() -> None:
     die_with_parent()
     parser = argparse.ArgumentParser()
     parser.add_argument("go", type=Path)
-    parser.add_argument("behaviour", choices=["trains", "stuck"])
     parser.add_argument("--context", required=True)
     parser.add_argument("--id", required=True)
     args = parser.parse_args()
@@ -79,7 +77,7 @@ def main() -> None:
         job, steps = LightJob(ctx, etcd, args.id), ctx.config.train.steps
         for step in range(1, steps + 1):
             job.make(step)
-            while step == HOLD and (args.behaviour == "stuck" or not args.go.exists()):
+            while step == HOLD and not args.go.exists():
                 time.sleep(_STEP_S)
             time.sleep(_STEP_S)
         job.finish(steps)

@@ -1,5 +1,5 @@
-"""The runner of chaos runs on a cluster of its own, whose job computes nothing: its faults, clients and watches, what it
-writes down, and what it makes of a job that hangs and of an etcd that is away. Services, clients and faults are real."""
+"""The runner of chaos runs on a cluster of its own whose job computes nothing: its fault, its clients, its watch, what it
+writes down, and its verdict. Services, clients and the fault are real."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def records(folder: Path, kind: Kind) -> list[dict[str, Any]]:
     return [dict(event) for event in read(folder / LOG) if event["kind"] == kind]
 
 
-def in_place_of_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str) -> Path:
+def in_place_of_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Has jobs of this process be light; returns the file that lets one go on."""
     go = folder / "go"
-    command = [sys.executable, light_job.__file__, str(go), behaviour]
+    command = [sys.executable, light_job.__file__, str(go)]
     for name, value in driver_writes.environment(folder, command).items():
         monkeypatch.setenv(name, value)
     return go
@@ -49,7 +49,7 @@ def once(condition: Callable[[], bool], then: Callable[[], object]) -> None:
 
 
 def test_run_on_an_own_cluster_is_struck_watched_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, folder = in_place_of_the_driver(tmp_path, monkeypatch, "trains"), tmp_path / "results"
+    go, folder = in_place_of_the_driver(tmp_path, monkeypatch), tmp_path / "results"
     said = list[str]()
 
     def has_seen_enough() -> bool:
