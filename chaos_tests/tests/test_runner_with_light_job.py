@@ -1,4 +1,4 @@
-"""The runner of chaos runs on a cluster of its own whose job computes nothing: its fault, its clients, its watch, what it
+"""The runner of chaos runs on a cluster of its own whose job computes nothing: its fault, clients and watch, what it
 writes down, and its verdict. Services, clients and the fault are real."""
 
 from __future__ import annotations
