@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -25,7 +26,8 @@ class Kind(StrEnum):
     RUN = "run"
     """First record. ``form``, ``scenario``, ``seed``, ``schedule`` (as its JSON object), ``target``, ``settings`` (of
     the job, without secrets), ``versions`` (package → version), ``commit``, ``baseline`` (whether it is the fault-free
-    run)."""
+    run), ``traffic`` (its names in ``chaos_tests.traffic.workloads``), ``floor`` (the least that makes it worth
+    something: ``steps`` before the first fault, ``answers`` of clients)."""
     FAULT = "fault"
     """A planned fault, once it is over or given up. ``name``, ``step``, ``target``, ``state`` (of the victim then),
     ``witness`` ("" when it was not seen to happen), ``injected_at``, ``detected_at``, ``healed_at`` (unix s or
@@ -64,7 +66,9 @@ class Kind(StrEnum):
     """Something that should have ended with the cluster: ``what``."""
     END = "end"
     """Last record. ``phase`` (of the job), ``report`` (its report.json), ``alerts`` (each as etcd has it at the end),
-    ``aborted`` (why the run was ended early; "")."""
+    ``aborted`` (why the run was ended early; ""), ``problems`` (what of the suite itself has failed), ``revision`` (of
+    etcd at the end, of a change that the observer is to have seen; None where etcd did not answer, or others use it),
+    ``records`` (kind → how many were written before this one)."""
 
 
 class EventLog:
@@ -72,6 +76,8 @@ class EventLog:
 
     def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
         self.path, self._now, self._lock = path, now, threading.Lock()
+        self.written = Counter[str]()
+        """Records by kind, without the first and the last one of a run."""
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, kind: Kind, **fields: Any) -> None:
@@ -80,6 +86,8 @@ class EventLog:
         with self._lock:
             self._file.write(line)
             self._file.flush()
+            if kind not in (Kind.RUN, Kind.END):
+                self.written[kind.value] += 1
 
     def close(self) -> None:
         self._file.close()

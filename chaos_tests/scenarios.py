@@ -65,6 +65,10 @@ class Scenario:
     """Steps that the run has to have done before its first fault: else nothing was under load."""
     baseline: bool = False
     """Whether the same job runs without faults first."""
+    traffic: Sequence[str] = ()
+    """What clients do meanwhile, by its names in ``traffic.workloads``."""
+    floor_answers: int = 0
+    """Answers that these clients have to have had: else the run says nothing of them."""
     tier: Tier = Tier.ONE_HOST
 
     def schedule(self, seed: int, *, steps: int = 0, minutes: float = 0.0, faults: int | None = None,
@@ -123,18 +127,22 @@ _ANY_SCHEDULE = ("engine_killed", "trainer_rank_killed", "trainer_rank_stopped",
                  "driver_killed", "coordinator_killed", "dcs_killed")
 """Faults of parts that a run waits for also where its groups are generated beside its steps."""
 
+_LIGHT = ("pools", "silences", "operations", "watches")
+"""Traffic that changes nothing that the job runs on."""
+
 SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("quick", "a small job and a few faults of any kind, in about five minutes", _SMALL, steps=60, count=4,
-             faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(3, 6, 20)),
+             faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(3, 6, 20), traffic=_LIGHT, floor_answers=40),
     Scenario("drawn", "a small job in which faults of any kind follow one another, some of them two at once", _SMALL,
-             steps=140, count=10, faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(2, 8, 30)),
+             steps=140, count=10, faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(2, 8, 30), traffic=_LIGHT,
+             floor_answers=80),
     Scenario("every", "a small job and every fault of one host, also those of single processes, of storage and of who "
              "has been replaced", _SMALL, steps=700, count=len(_EVERY), faults=_EVERY, steps_per_minute=60.0,
-             pace=Pace(3, 8, 30)),
+             pace=Pace(3, 8, 30), traffic=("silences", "watches"), floor_answers=100),  # a fault writes the pool
     # The length of a step's responses, and so the time of a step, depends on what the job has learned.
     Scenario("soak", "the quick start's job for 30 minutes with a fault every 28 seconds", {}, minutes=30.0, count=64,
              faults=WEIGHTS, steps_per_minute=60.0, pace=Pace(5, 6, 60), pace_s=Pace(30, 12, 120), overlap=3,
-             baseline=True),
+             baseline=True, traffic=_LIGHT, floor_answers=400),
     Scenario("growth", "no fault and many steps of a tiny job, in which nothing may grow with the steps",
              growth.SETTINGS, steps=20_000, steps_per_minute=150.0),
     Scenario("async", "a fully asynchronous job whose groups are generated beside its steps",

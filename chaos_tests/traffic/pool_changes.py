@@ -35,14 +35,15 @@ class Written:
 class PoolCalls:
     """Single calls, which write the history."""
 
-    def __init__(self, recorder: Recorder, headers: Mapping[str, str], verify: Any = None) -> None:
-        """``headers``: of each request; those of an operator. ``verify``: what trusts the replicas, as httpx has it."""
-        self.recorder, self._headers, self._verify = recorder, headers, verify
+    def __init__(self, recorder: Recorder, headers: Mapping[str, str], verify: Any = None, *, model: str = "") -> None:
+        """``headers``: of each request; those of an operator. ``verify``: what trusts the replicas, as httpx has it.
+        ``model``: name of the model that judges the history."""
+        self.recorder, self._headers, self._verify, self._model = recorder, headers, verify, model
 
     def patch(self, url: str, desired: int, *, client: str = "", timeout_s: float = 2.0) -> Written:
         """One change, through the replica with this URL of the job."""
         written = Written(url, 0, desired, 0)
-        with self.recorder.operation(client or url, POOL, WRITE, desired) as answer:
+        with self.recorder.operation(client or url, POOL, WRITE, desired, model=self._model) as answer:
             got = self._send("PATCH", f"{url}/pools/{POOL}", timeout_s, json={"desired": desired})
             written = Written(url, got.status_code, desired, revision_of(got))
             refuse_unless(got, 200)
@@ -51,7 +52,7 @@ class PoolCalls:
 
     def read(self, url: str, *, client: str = "", timeout_s: float = 2.0) -> bool:
         """Returns whether there was an answer."""
-        with self.recorder.operation(client or url, POOL, READ) as answer:
+        with self.recorder.operation(client or url, POOL, READ, model=self._model) as answer:
             try:
                 got = self._send("GET", f"{url}/pools/{POOL}", timeout_s)
             except Unknown:
