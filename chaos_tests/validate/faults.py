@@ -34,6 +34,8 @@ _NOT_OF_FAULTS = ("eval.", "responses.", "reward.", "generate.", "filter.", "tra
 _KILLED = "was sent SIGKILL"
 _NOTICE_S = 60.0
 """Longest from an alert's begin to its notice: receivers take so many a minute."""
+_FIRST_S = 5.0
+"""The same of the first one."""
 _STATUS, _ALERTS = below(Keys("j").job_status()), below(Keys("j").alerts_prefix())
 COMPARED_SHARE = 0.8
 """Least share of the steps on the newest weights that have to compare log-probs: of a few, what was measured is lost
@@ -355,13 +357,17 @@ class Alerts(FaultChecker):
         written to the log with its end."""
         if end is None or not self._has_receivers:
             return
-        due = [(key, seen) for key, seen in self._alerts.items() if seen.fired and not seen.silenced
-               and float(seen.alert.get("fired_at") or 0.0) <= self._at - _NOTICE_S]
-        missed = [seen for key, seen in due if not self._notified(key, seen.alert)]
-        if missed and len(missed) == len(due):
-            self.violated(f"{len(due)} alerts fired, and no receiver got a notice", *missed[0].proofs)
+        missed, due = list[_Seen](), 0
+        for key, seen in self._alerts.items():
+            if seen.fired and not seen.silenced and float(seen.alert.get("fired_at") or 0.0) <= self._at - _FIRST_S:
+                due += 1
+                missed += [] if self._notified(key, seen.alert) else [seen]
+        if missed and len(missed) == due:
+            self.violated(f"{due} alerts fired, and no receiver got a notice", *missed[0].proofs)
             return
         for seen in missed:
+            if float(seen.alert.get("fired_at") or 0.0) > self._at - _NOTICE_S:
+                continue
             self.violated(f"the alert {seen.alert['kind']} of {seen.alert['subject']} has fired, and no receiver got a "
                           "notice of its begin", *seen.proofs)
 

@@ -78,15 +78,18 @@ class Routable(Checker):
         new, version, runner = step.new, int(step.new.get("version", 0)), step.new.get("incarnation", "")
         before, newest = self._newest.get(step.key, (runner, 0))
         newest = newest if before == runner else 0
-        self._newest[step.key] = (runner, max(version, newest))
         self.judged += bool(version)
-        if version and version < newest:
-            self.violated(f"{step.at()} went back from version {newest} to {version}", step.event)
         spec = found.after.get(f"{step.scope}{_POOLS}{new.get('pool', '')}/spec")
         stream = spec.get("stream", "policy")
         head = self._heads.get(f"{step.scope}{_STREAMS}{stream}/head") if spec and stream else None
-        if head is not None and max(version, newest) == version > max(head, newest):
+        ahead = head is not None and version > max(head, newest)
+        if step.old.get("version") == version and before == runner:
+            pass  # it was judged when it came
+        elif version and version < newest:
+            self.violated(f"{step.at()} went back from version {newest} to {version}", step.event)
+        elif ahead:
             self.violated(f"{step.at()} has version {version}, and the head is {head}", step.event)
+        self._newest[step.key] = (runner, newest if ahead else max(version, newest))
         if new.get("state") != "ready" or step.past_unseen or step.old.get("state") == "ready" and _same_runner(step):
             return
         epoch = found.before(step.scope + _EPOCH).get("number")

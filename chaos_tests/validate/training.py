@@ -194,13 +194,14 @@ class TrainedOnce(StepChecker):
         for problem in self.report.get("audit_problems") or ():
             self.violated(str(problem))
         runs = sorted((first, last, step) for step, of in self._effective.of.items() for first, last in of.groups)
-        reached, by = -1, 0
+        reached, by, again = -1, 0, False
         for first, last, step in runs:
             if first <= reached:
+                again = True
                 self.violated(f"prompt group {first} was trained on in step {by} and in step {step}")
             if last > reached:
                 reached, by = last, step
-        if runs and (self.settings.get("train") or {}).get("schedule", "sync") == "sync":
+        if runs and not again and (self.settings.get("train") or {}).get("schedule", "sync") == "sync":
             self._none_left_out(runs)
 
     def _none_left_out(self, runs: Sequence[tuple[int, int, int]]) -> None:

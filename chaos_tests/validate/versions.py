@@ -263,7 +263,8 @@ class _Held:
     number: int
     parts: list[list[str]]
     failed: set[str] = field(default_factory=set)
-    """Nodes that have failed since each part was last on as many nodes as it should be."""
+    """Nodes that have failed since the leader has last said that each part is on as many as it should be. What one has
+    kept that comes back is to be checked."""
     whole: bool = False
     """Whether each part was on a node that was there: a version that was committed without is no version lost."""
     lost_at: float | None = None
@@ -294,7 +295,7 @@ class KeptVersions(Checker):
 
     def transaction(self, found: Transaction) -> None:
         self._at = found.at
-        touched = set[str]()
+        touched, said = set[str](), set[tuple[str, str, int]]()
         for step in found.steps:
             if step.name.startswith(_NODES):
                 self._node(step)
@@ -302,6 +303,7 @@ class KeptVersions(Checker):
             elif (match := _OF_SETS.fullmatch(step.name)) is not None:
                 self._sets(found, step, match[1], int(match[2]))
                 touched.add(step.scope)
+                said.add((step.scope, match[1], int(match[2])))
             elif (match := _OF_HEAD.fullmatch(step.name)) is not None and step.new:
                 self._heads.setdefault(step.scope, {})[match[1]] = int(step.new.get("number", 0))
                 touched.add(step.scope)
@@ -313,7 +315,7 @@ class KeptVersions(Checker):
         for scope in touched - self._over:
             suspended = found.after.get(scope + _CATALOG).get("suspended")
             for held in () if suspended else [*self._held.get(scope, {}).values()]:
-                self._judge(scope, held)
+                self._judge(scope, held, said=(scope, held.stream, held.number) in said)
         for step, stream, number in _versions(found.steps):
             if step.new.get("state") != COMMITTED:  # it is released, or was never visible
                 self._held.get(step.scope, {}).pop((stream, number), None)
@@ -338,11 +340,12 @@ class KeptVersions(Checker):
         held = versions.setdefault((stream, number), _Held(stream, number, []))
         held.parts, held.proof = [list(part) for part in step.new.get("parts", [])], (step.event,)
 
-    def _judge(self, scope: str, held: _Held) -> None:
+    def _judge(self, scope: str, held: _Held, *, said: bool) -> None:
+        """``said``: whether the leader has just written where its parts are."""
         nodes, gone = self._nodes.get(scope, set()), self._gone.get(scope, set())
         there = [sum(node not in gone for node in part) for part in held.parts]
         if there and all(there):
-            if min(there) >= self._replicas(len(nodes)):
+            if said and min(there) >= self._replicas(len(nodes)):
                 held.failed.clear()
             held.whole = True
             self._found_again(scope, held)

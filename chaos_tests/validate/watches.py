@@ -4,8 +4,9 @@ reconnects; where changes were compacted, the client reads the range again. Also
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate.replay import Transaction
@@ -13,10 +14,10 @@ from chaos_tests.validate.verdict import RUN, Checker
 
 _Seen = tuple[int, bool, str]
 """Revision, whether it is a put, key."""
-_Delivered = tuple[int, bool, str, bool]
-"""The same, and whether the range was read."""
 _MOST_CHANGES = 500_000
 """Newest changes that are kept for what watches have delivered."""
+_AT_ONCE = 20_000
+"""Changes of a watch that are judged together."""
 
 
 class ObservedOrder(Checker):
@@ -68,44 +69,69 @@ class Watches(Checker):
     def __init__(self) -> None:
         super().__init__()
         self._store, self._gaps = deque[_Seen](maxlen=_MOST_CHANGES), [(0, 0)]
-        """Those of which nothing is known: the first are changes so old that they are not kept."""
-        self._delivered = defaultdict[tuple[str, str], list[_Delivered]](list)
+        """Of the gaps the first is that of changes so old that they are not kept."""
+        self._watches = dict[tuple[str, str], _Delivered]()
 
     def transaction(self, found: Transaction) -> None:
+        if len(self._store) + len(found.steps) > _MOST_CHANGES:
+            self._gaps[0] = (0, self._store[len(found.steps)][0])
         self._store.extend((step.revision, step.put, step.key) for step in found.steps)
-        if len(self._store) == _MOST_CHANGES:
-            self._gaps[0] = (0, self._store[0][0])
 
     def gap(self, first: int, last: int) -> None:
         self._gaps.append((first, last))
 
     def see(self, event: Event) -> None:
-        self.judged += 1
-        self._delivered[event["client"], event["prefix"]].append(
-            (event["revision"], event.get("put", False), event.get("key", ""), bool(event.get("listed"))))
+        of = (str(event["client"]), str(event["prefix"]))
+        revision, listed = int(event["revision"]), bool(event.get("listed"))
+        watch = self._watches.setdefault(of, _Delivered(revision if listed else revision - 1))
+        if listed:
+            last = watch.changes[-1][0] if watch.changes else watch.since
+            watch.parts.append((watch.since, watch.changes))
+            if revision < last:
+                self._wrong(of, f"it read the range at revision {revision}, after {last}")
+            watch.since, watch.changes = revision, []
+        else:
+            self.judged += 1
+            watch.changes.append((revision, bool(event["put"]), str(event["key"])))
+            watch.count += 1
+        if watch.count >= _AT_ONCE and self._store and self._store[-1][0] >= revision:
+            self._judge(of, watch, whole=False)
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
-        for (client, prefix), delivered in self._delivered.items():
-            changes = [change for change in self._store if change[2].startswith(prefix)]
-            for problem in _of_watch(delivered, changes, self._gaps):
-                self.violated(f"the watch of {client} on {prefix}: {problem}")
+        for of, watch in self._watches.items():
+            self._judge(of, watch, whole=True)
+
+    def _judge(self, of: tuple[str, str], watch: _Delivered, *, whole: bool) -> None:
+        """Judges what was delivered, and forgets it. ``whole``: also the last transaction, of which more may come."""
+        last = watch.changes[-1][0] if watch.changes else 0
+        now = [change for change in watch.changes if whole or change[0] < last]
+        parts = [*watch.parts, (watch.since, now)]
+        watch.parts, watch.count = [], 0
+        if now and not whole:
+            watch.since, watch.changes = now[-1][0], watch.changes[len(now):]
+        changes = [change for change in self._store if change[2].startswith(of[1])]
+        revisions = [change[0] for change in changes]
+        for since, got in parts:
+            if got and not any(first <= got[-1][0] and since < until for first, until in self._gaps):
+                wanted = changes[bisect_right(revisions, since):bisect_right(revisions, max(c[0] for c in got))]
+                for problem in _differences(got, wanted):
+                    self._wrong(of, problem)
+
+    def _wrong(self, of: tuple[str, str], problem: str) -> None:
+        self.violated(f"the watch of {of[0]} on {of[1]}: {problem}")
 
 
-def _of_watch(delivered: Sequence[_Delivered], changes: Sequence[_Seen], gaps: Sequence[tuple[int, int]]
-              ) -> Iterator[str]:
-    first, *_ = delivered
-    listed, got, revisions = first[0] - (not first[3]), list[_Seen](), [change[0] for change in changes]
-    for event in [*delivered, None]:
-        if event is not None and not event[3]:
-            got.append(event[:3])
-            continue
-        last = got[-1][0] if got else listed
-        if got and not any(begin <= last and listed < until for begin, until in gaps):
-            yield from _differences(got, changes[bisect_right(revisions, listed):bisect_right(revisions, last)])
-        if event is not None and event[0] < last:
-            yield f"it read the range at revision {event[0]}, after {last}"
-        listed, got = event[0] if event is not None else 0, []
+@dataclass
+class _Delivered:
+    """What one watch has delivered and is not judged yet."""
+
+    since: int
+    """Revision after which its present changes are."""
+    changes: list[_Seen] = field(default_factory=list)
+    parts: list[tuple[int, list[_Seen]]] = field(default_factory=list)
+    """Of before it has read the range again: after which revision, and the changes."""
+    count: int = 0
 
 
 def _differences(got: Sequence[_Seen], wanted: Sequence[_Seen]) -> Iterator[str]:

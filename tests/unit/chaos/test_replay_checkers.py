@@ -416,7 +416,10 @@ def changes(*revisions: int) -> list[Event]:
     (False, [*changes(5), {"kind": Kind.GAP, "first": 4, "last": 6}]),
 ], ids=["whole", "read again", "two", "gap", "lost", "twice", "order", "invented", "read back", "observer back",
         "observer twice", "gap over what was seen"])
-def test_watch_delivers_each_change_once_in_order(keeps: bool, events: list[Event]) -> None:
+@pytest.mark.parametrize("at_once", [1, 2, 20_000])
+def test_watch_delivers_each_change_once_in_order(keeps: bool, events: list[Event], at_once: int,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watches, "_AT_ONCE", at_once)
     found = [str(v) for v in judge.broken(events, watches.CHECKERS)]
     assert (found == []) == keeps, found
 
