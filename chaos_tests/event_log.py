@@ -27,7 +27,8 @@ class Kind(StrEnum):
     """First record. ``form``, ``scenario``, ``seed``, ``schedule`` (as its JSON object), ``target``, ``settings`` (of
     the job, without secrets), ``versions`` (package → version), ``commit``, ``baseline`` (whether it is the fault-free
     run), ``traffic`` (its names in ``chaos_tests.traffic.workloads``), ``floor`` (the least that makes it worth
-    something: ``steps`` before the first fault, ``answers`` of clients)."""
+    something: ``steps`` before the first fault, ``answers`` of clients), ``must_see`` (rules that must not be unseen
+    in it)."""
     FAULT = "fault"
     """A planned fault, once it is over or given up. ``name``, ``step``, ``target``, ``state`` (of the victim then),
     ``witness`` ("" when it was not seen to happen), ``injected_at``, ``detected_at``, ``healed_at`` (unix s or

@@ -30,12 +30,12 @@ from chaos_tests.nemesis.schedule import Schedule
 from chaos_tests.observation import Observer, require_client
 from chaos_tests.receiver import Notice, Receiver
 from chaos_tests.report import BASELINE, EVENTS, Judged
-from chaos_tests.scenarios import SCENARIOS, Scenario, Tier
+from chaos_tests.scenarios import SCENARIOS, Scenario, Tier, must_see
 from chaos_tests.target import Target, own_cluster, own_config
 from chaos_tests.traffic.traffic import Traffic
 from chaos_tests.traffic.watchers import Watcher
 from chaos_tests.traffic.workloads import WORKLOADS
-from chaos_tests.validate.verdict import OWN_TARGETS
+from chaos_tests.validate.verdict import OWN_TARGETS, State
 from elastic_rl.config import Config, secrets
 from elastic_rl.coordinator.alerts.state_machine import Phase
 from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable
@@ -93,6 +93,10 @@ class Outcome:
     wrong: Sequence[str]
     aborted: str = ""
     """Why it was ended early."""
+    kept: Sequence[str] = ()
+    """Rules that were kept, by their numbers."""
+    unseen: Sequence[str] = ()
+    """Rules that the log has no evidence for: they were neither kept nor violated."""
 
     @property
     def failed(self) -> bool:
@@ -194,6 +198,8 @@ def _log_of(folder: Path, schedule: Schedule, cfg: Config, target: str, *, basel
             Kind.RUN, form=FORM, scenario=schedule.scenario, seed=schedule.seed, target=target, baseline=baseline,
             schedule=json.loads(schedule.to_json()), settings=secrets.redacted(cfg.model_dump(mode="json")),
             versions=_versions(), commit=_commit(), traffic=[*traffic],
+            must_see=must_see(schedule, own=target in OWN_TARGETS,
+                              compared=cfg.deterministic and (folder / BASELINE).exists()),
             floor={"steps": scenario.floor_steps, **({"answers": scenario.floor_answers} if traffic else {})})
         yield event_log
     finally:
@@ -475,4 +481,6 @@ def _reported(folder: Path) -> Outcome:
 
 def _outcome(folder: Path, judged: Judged) -> Outcome:
     wrong = [str(violation) for verdict in judged.verdicts for violation in verdict.violations]
-    return Outcome(folder, wrong, str((judged.run.end or {}).get("aborted") or ""))
+    kept, unseen = ([verdict.rule for verdict in judged.verdicts if verdict.state is state]
+                    for state in (State.KEPT, State.UNSEEN))
+    return Outcome(folder, wrong, str((judged.run.end or {}).get("aborted") or ""), kept, unseen)

@@ -13,6 +13,8 @@ from typing import Any
 from chaos_tests import growth
 from chaos_tests.faults.catalogue import WEIGHTS, Need, weights
 from chaos_tests.nemesis.schedule import Schedule, drawn, drawn_by_time
+from chaos_tests.validate.growth import FEWEST_STEPS
+from chaos_tests.validate.verdict import GROWTH
 
 
 class Tier(StrEnum):
@@ -96,6 +98,23 @@ class Scenario:
         if minutes:  # no more than find room
             count = min(count, int((minutes * 60 - self.pace_s.before - self.pace_s.after) // self.pace_s.apart))
         return max(1, count)
+
+
+_OF_ANY_RUN = ("I1", "I2", "I3", "I4", "I5", "I11", "I14")
+_OF_OWN_CLUSTER = ("I6", "I8", "I12", "I13", "I15")
+"""Of these a job has no evidence that was begun before the run and goes on after it."""
+_OF_FAULTS, _OF_OWN_FAULTS = ("I10",), ("I9",)
+
+
+def must_see(schedule: Schedule, *, own: bool, compared: bool = False) -> list[str]:
+    """The rules that must not be unseen in a run of a schedule: else it is worth nothing. ``own``: whether it is on a
+    cluster of its own, whose job begins and ends with it, and whose alerts it receives. ``compared``: whether it is
+    deterministic and has a baseline."""
+    rules = [*_OF_ANY_RUN, *(_OF_OWN_CLUSTER if own else ()), *(_OF_FAULTS if schedule.strikes else ()),
+             *(_OF_OWN_FAULTS if own and schedule.strikes else ()), *(("I7",) if compared else ())]
+    if own and not schedule.strikes and schedule.steps >= FEWEST_STEPS:
+        rules.append(GROWTH)
+    return rules
 
 
 _SMALL: Mapping[str, Any] = {

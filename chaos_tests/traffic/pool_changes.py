@@ -13,7 +13,7 @@ import httpx
 from chaos_tests.history import Operation, Recorder, Refused, Unknown
 from chaos_tests.model.linearizability import Violation, check
 from chaos_tests.model.number import READ, WRITE, State, VersionedNumber
-from chaos_tests.validate.leadership import Verdict
+from chaos_tests.validate.leadership import Led
 from elastic_rl.net import http_client
 from elastic_rl.runtime.waiting import wait_until
 
@@ -141,7 +141,7 @@ def revision_of(answer: httpx.Response) -> int:
     return int(answer.headers.get("etag", '"0"').strip('"'))
 
 
-def lost(writes: Iterable[Written], verdict: Verdict) -> list[Written]:
+def lost(writes: Iterable[Written], led: Led) -> list[Written]:
     """The writes that were acknowledged and are not in the store: the acknowledged revision did not set this number. (A
     write of the number that was there already changes nothing and names the revision that had set it.)"""
-    return [w for w in writes if w.status == 200 and verdict.desired.get(w.revision) != w.desired]
+    return [w for w in writes if w.status == 200 and led.desired.get(w.revision) != w.desired]
