@@ -7,6 +7,7 @@ read nothing else, so a folder that somebody has sent can be judged again on ano
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -72,7 +73,7 @@ class EventLog:
 
     def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
         self.path, self._now, self._lock = path, now, threading.Lock()
-        self._file = path.open("a", encoding="utf-8")
+        self._file = open(path, "a", encoding="utf-8", opener=_private)  # noqa: SIM115 -- it has ``close``
 
     def write(self, kind: Kind, **fields: Any) -> None:
         """``fields`` are of the kind; an ``at`` among them takes the place of the time of writing."""
@@ -83,6 +84,11 @@ class EventLog:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _private(path: str, flags: int) -> int:
+    """The log has what only the user of the job may read. A link that somebody has put there is not written through."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
 def read(path: Path) -> Iterator[Event]:

@@ -81,7 +81,7 @@ def write(folder: Path) -> Judged:
     report = build(judged)
     text = json.dumps(_finite(report), indent=1, allow_nan=False) + "\n"
     for name, content in ((REPORT, text), (PAGE, render(report, judged.run, judged.baseline))):
-        replace_file(folder / name, content)
+        replace_file(folder / name, content, private=True)
     return judged
 
 

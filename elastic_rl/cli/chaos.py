@@ -173,15 +173,20 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
 @app.command("abort")
 def abort(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the results of the run.")]) -> None:
     """End a run, and undo what can be undone: processes that it has stopped go on. Also where the run itself was
-    killed."""
+    killed; code 1 where something cannot be undone."""
     from chaos_tests import abort as switch
-    done = switch.abort(folder)
-    if done is None:
+    undone = switch.abort(folder)
+    if undone is None:
         say("the run ends, and undoes what can be undone")
         return
-    say("the process of that run has ended before" if not done else "the process of that run was killed; undone now:")
-    for line in done:
+    say("the process of that run has ended before" if not undone.done else
+        "the process of that run was killed; undone now:")
+    for line in undone.done:
         say(f"  {line}")
+    for line in undone.failed:
+        say(f"not undone: {line}", to_err=True)
+    if undone.failed:
+        raise typer.Exit(Exit.FAILED)
 
 
 @app.command("check")
@@ -264,13 +269,12 @@ def _drawn(scenario: str, seed: int, *, minutes: float, steps: int, faults: int 
 
 def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, baseline: bool | None, *, dry_run: bool,
          output: Format) -> None:
-    from chaos_tests import abort, runner
+    from chaos_tests import runner
     if dry_run:
         sys.stdout.write(schedule.to_json())
         return
     folder = folder or _new_folder(schedule, location(ctx, None).run_dir)
-    for killed, done in abort.undo_of_killed_runs(folder.parent).items():
-        _progress(f"undone of the run in {killed}, which was killed: {', '.join(done)}")
+    _undo_of_killed_runs(folder.parent)
     _progress(f"scenario {schedule.scenario}, seed {schedule.seed}: the results go to {folder}")
     _show(_run_to_end(lambda switch: runner.run(schedule, folder, baseline=baseline, say=_progress, switch=switch)),
           output)
@@ -279,7 +283,7 @@ def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, baseline: 
 def _attached(ctx: typer.Context, file: Path | None, schedule_of: Callable[[Target, BlastRadius], Schedule],
               radius: BlastRadius, folder: Path | None, recovery_minutes: float, *, dry_run: bool, yes: bool,
               output: Format) -> None:
-    from chaos_tests import abort, blast_radius, runner
+    from chaos_tests import blast_radius, runner
     from chaos_tests.target import running_cluster
     with running_cluster(find_cluster(ctx, file)) as target:
         schedule = schedule_of(target, radius)
@@ -297,8 +301,7 @@ def _attached(ctx: typer.Context, file: Path | None, schedule_of: Callable[[Targ
             sys.stdout.write(schedule.to_json())
             return
         folder = folder or _new_folder(schedule, target.cfg.run_dir)
-        for killed, done in abort.undo_of_killed_runs(folder.parent).items():
-            _progress(f"undone of the run in {killed}, which was killed: {', '.join(done)}")
+        _undo_of_killed_runs(folder.parent)
         _say_strikes(schedule, radius, target, replicas)
         _progress(f"the results go to {folder}; `elastic-rl chaos abort {folder}`, or Ctrl-C, ends it")
         if not yes:
@@ -347,6 +350,14 @@ def _signals(on_signal: Callable[[str], object]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _undo_of_killed_runs(results: Path) -> None:
+    from chaos_tests import abort
+    for killed, undone in abort.undo_of_killed_runs(results).items():
+        for what, lines in (("undone", undone.done), ("not undone", undone.failed)):
+            for line in lines:
+                _progress(f"{what} of the run in {killed}, which was killed: {line}")
 
 
 def _new_folder(schedule: Schedule, run_dir: Path, what: str = "") -> Path:

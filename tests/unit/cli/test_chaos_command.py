@@ -21,6 +21,7 @@ from chaos_tests.sim.worlds import WORLDS
 from elastic_rl.cli import chaos, main
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.errors import ConfigError
+from elastic_rl.faults.undo import Undo, UndoRegistry
 
 SCHEDULE = Schedule(3, 24, (Strike(3, ("engine_killed",)), Strike(9, ("driver_killed", "router_killed"))),
                     scenario="quick", settings=("--train.lr=0.5",))
@@ -161,3 +162,21 @@ def test_check_judges_a_log_again(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "the log has no end" in capsys.readouterr().out
     (tmp_path / report.EVENTS).write_text("{}\n")
     assert run("check", str(tmp_path)) == Exit.USAGE
+
+
+def test_abort_fails_where_something_cannot_be_undone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with abort.running(tmp_path):
+        pass
+    assert run("abort", str(tmp_path)) == Exit.OK
+    registry = UndoRegistry(tmp_path)
+    registry._append({**registry.note(Undo.CONTINUE, os.getpid()), "machine": "another"})
+    assert run("abort", str(tmp_path)) == Exit.FAILED
+    assert "not undone: continue" in capsys.readouterr().err
+
+
+def test_second_run_of_a_folder_is_refused_before_anything_of_the_first_one_is_replaced(tmp_path: Path) -> None:
+    with abort.running(tmp_path):
+        (tmp_path / "schedule.json").write_text("of the first one")
+        with pytest.raises(ConfigError, match="another process runs in"):
+            runner.run(SCHEDULE, tmp_path)
+        assert (tmp_path / "schedule.json").read_text() == "of the first one"
