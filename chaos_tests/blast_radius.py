@@ -81,6 +81,10 @@ class _Guarded:
     def state(self) -> str:
         return str(getattr(self._fault, "state", ""))
 
+    @property
+    def may_go_unnoticed(self) -> bool:
+        return bool(getattr(self._fault, "may_go_unnoticed", False))
+
     def inject(self) -> tuple[str, str]:
         if why := self._check():
             raise OutOfRadius(f"it was not injected: {why}")

@@ -29,9 +29,10 @@ class Kind(StrEnum):
     run)."""
     FAULT = "fault"
     """A planned fault, once it is over or given up. ``name``, ``step``, ``target``, ``state`` (of the victim then),
-    ``witness`` ("" when it was not seen to happen), ``injected_at``, ``detected_at``, ``healed_at`` (unix s or
-    None), ``said`` (what the job's status said that it waits for), ``problem`` (why it did not happen or was not seen
-    to heal)."""
+    ``witness`` ("" when it was not seen to happen), ``injected_at`` (when it struck), ``detected_at``,
+    ``healed_at`` (unix s or None), ``waited_s`` (for its victim, before ``injected_at``), ``may_go_unnoticed`` (whether
+    nobody has to detect it), ``said`` (what the job's status said that it waits for), ``problem`` (why it did not
+    happen or was not seen to heal)."""
     OPERATION = "operation"
     """An operation of a client, as ``chaos_tests.history.Operation`` has it: ``client``, ``key``, ``call``,
     ``argument``, ``began_s``, ``ended_s``, ``result``; ``model`` names the sequential model that judges it."""

@@ -60,9 +60,11 @@ def exit_process(pid: int, code: int = 0) -> None:
         _ptrace(_DETACH, pid)
 
 
-def hold_gil(pid: int, seconds: float, *, find_s: float, wait: Callable[[float], object] = time.sleep) -> str:
+def hold_gil(pid: int, seconds: float, *, find_s: float, wait: Callable[[float], object] = time.sleep,
+             pause: Callable[[float], object] = time.sleep) -> str:
     """Stops the thread of a Python process that has the GIL for a while: all other threads run until they need it.
-    Returns what was seen. ``find_s``: longest time to find the process with its GIL taken. Raises as ``exit_process``,
+    Returns what was seen. ``find_s``: longest time to find the process with its GIL taken. ``wait``: is called with
+    ``seconds`` once the thread is stopped, ``pause`` between two looks for it. Raises as ``exit_process`` and as these,
     and DeadlineExceeded where nobody took it, as in a process that does nothing."""
     _require_supported()
     end = time.monotonic() + find_s
@@ -83,7 +85,7 @@ def hold_gil(pid: int, seconds: float, *, find_s: float, wait: Callable[[float],
         finally:
             for thread in held:
                 _release(thread)
-        wait(0.02)
+        pause(0.02)
     raise DeadlineExceeded(f"no thread of pid {pid} was seen to have its GIL within {find_s:g} s")
 
 

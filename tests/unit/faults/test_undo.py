@@ -101,7 +101,8 @@ _NO_ENTRIES = (b"5", b"[]", b'{"id": []}', b'{"done": {}}', b"\xff\xfe", b"[" * 
 """Lines that are no entries."""
 _ODD = (b'"undo": "unheard-of", "pid": 1, "started": 0', b'"undo": "continue", "pid": 1e400, "started": 0',
         b'"undo": "continue", "pid": -1, "started": 0', b'"undo": "end", "pid": 0, "started": 0', b'"undo": []',
-        b'"a": 1', b'"undo": "end", "pid": true, "started": 0', b'"undo": "continue", "pid": 99999999999999, "started": 1')
+        b'"a": 1', b'"undo": "end", "pid": true, "started": 0',
+        b'"undo": "continue", "pid": 99999999999999, "started": 1', b'"undo": "resize", "pool": "rollout"')
 """Entries that nobody can undo."""
 
 
