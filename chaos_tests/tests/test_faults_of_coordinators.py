@@ -48,7 +48,7 @@ def _context(replicas: Replicas, etcd: EtcdClient, folder: Path) -> FaultContext
 
 
 def _back(fault: Killed) -> None:
-    wait_until(fault.detected, what=f"detection of {fault.name}")
+    wait_until(lambda: fault.may_go_unnoticed or fault.detected(), what=f"detection of {fault.name}")
     wait_until(fault.is_back, what=f"recovery from {fault.name}")
 
 

@@ -29,6 +29,7 @@ class Killed(ABC):
     that was killed, and the run has since then trained steps that it could not have trained without it."""
 
     name = ""
+    may_go_unnoticed = False
 
     def __init__(self, context: FaultContext) -> None:
         self.context, self.at = context, 0.0

@@ -180,7 +180,7 @@ class Struck(Killed):
             raise ValueError(f"{part} cannot be {way} for {seconds:g} s in the state {state.name if state else 'any'}")
         self.part, self.way, self.struck_in, self.seconds = PARTS[part], way, state, seconds
         self.name = "_".join(filter(None, (part, way.value, state.name if state else "")))
-        self.observed = ""
+        self.observed, self.may_go_unnoticed = "", not way.ends  # one that goes on may have been missed by nobody
         self._victim: psutil.Process | None = None
         self._before = 0
 
@@ -279,10 +279,6 @@ class Struck(Killed):
                    and bool(kind.begins or kind.counted or kind.alert) for e in signs) or (
                        self.way.ends and self.is_back())
 
-    @property
-    def may_go_unnoticed(self) -> bool:
-        """One that goes on after a pause may have been missed by nobody."""
-        return not self.way.ends
 
     def is_back(self) -> bool:
         """As many processes as before work. One that was stopped is among them, or has ended."""
