@@ -24,6 +24,7 @@ from elastic_rl.errors import ConfigError, DeadlineExceeded
 _POKETEXT, _CONT, _GETREGS, _SETREGS, _ATTACH, _DETACH = 4, 7, 12, 13, 16, 17
 _WALL = 0x40000000
 _EXIT_GROUP = 231
+_YAMA, _FORBIDDEN, _CAP_SYS_PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope"), 3, 19
 _SYSCALL = 0x050F
 """The instruction ``syscall``, as the processor reads it."""
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -42,6 +43,19 @@ class _Registers(ctypes.Structure):
 def supported() -> bool:
     """Whether this machine can do it, permission aside."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+def allowed() -> bool:
+    """Whether this process may do it to others of its user: as root, or where Yama does not forbid it."""
+    if not supported():
+        return False
+    try:
+        scope = int(_YAMA.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        scope = 0  # a kernel without Yama
+    status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
+    may_any = int(status.partition("\nCapEff:")[2].split(maxsplit=1)[0], 16) >> _CAP_SYS_PTRACE & 1
+    return scope < _FORBIDDEN and (scope == 0 or bool(may_any))
 
 
 def exit_process(pid: int, code: int = 0) -> None:
