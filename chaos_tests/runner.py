@@ -41,11 +41,13 @@ from elastic_rl.faults.injector import FaultInjector
 from elastic_rl.faults.undo import UndoRegistry, undo_all
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.report.build import parse_lines
-from elastic_rl.runtime.files import replace_file
+from elastic_rl.runtime.files import read_limited, replace_file
 
 log = logging.getLogger(__name__)
 
 SCHEDULE = "schedule.json"
+_MOST_BYTES = 16 << 20
+"""Of a schedule: it may have been sent."""
 _POLL_S = 1.0
 _SAMPLE_S = 10.0
 _EVENTS_READ = 500
@@ -143,7 +145,7 @@ def schedule_at(path: Path) -> Schedule:
     """The schedule of a folder of results, or in a file. Raises ConfigError."""
     file = path / SCHEDULE if path.is_dir() else path
     try:
-        return Schedule.from_json(file.read_text(encoding="utf-8"), FAULTS)
+        return Schedule.from_json(read_limited(file, _MOST_BYTES).decode(), FAULTS)
     except (OSError, ValueError) as e:
         raise ConfigError(f"no schedule can be read from {file}: {e}",
                           hint="name a folder that `elastic-rl chaos run` has written, or its schedule.json") from e

@@ -41,7 +41,7 @@ class Judged:
 def read(folder: Path) -> Judged:
     """Judges the log in a folder of results. Raises ValueError where a file is no log, and OSError."""
     log, its = Records(folder / EVENTS), folder / BASELINE / EVENTS
-    baseline = Records(its) if its.exists() else None
+    baseline = Records(its) if its.is_file() else None
     return Judged(timeline(log), timeline(baseline) if baseline is not None else None, judge(log, baseline))
 
 

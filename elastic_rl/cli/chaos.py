@@ -209,12 +209,15 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
           output: Output = Format.TABLE) -> None:
     """Judge a run again by its log, which may have been made on another machine; code 1 where a rule is broken."""
     from chaos_tests import report, runner
-    if not (folder / report.EVENTS).exists():
+    if not (folder / report.EVENTS).is_file():
         raise ConfigError(f"there is no {report.EVENTS} in {folder}", hint="name a folder that `chaos run` has written")
     try:
         outcome = runner.outcome_of(folder)
-    except ValueError as e:
-        raise ConfigError(str(e)) from e
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OSError) as e:
+        logging.getLogger(__name__).debug("the log in %s cannot be judged", folder, exc_info=True)
+        raise ConfigError(str(e) if isinstance(e, ValueError | OSError) else
+                          f"the log in {folder} has records of another form: {type(e).__name__} {e}",
+                          hint="it is damaged, or of another release") from e
     _show(outcome, output)
 
 

@@ -271,3 +271,44 @@ def test_schedule_that_says_where_its_cluster_is_is_refused(runs: list[dict[str,
     file.write_text(replace(SCHEDULE, settings=("--run_dir=/etc", "--cluster=prod")).to_json())
     assert run("replay", str(file)) == Exit.USAGE and not runs
     assert "--run_dir=/etc, --cluster=prod: a cluster of its own says itself" in capsys.readouterr().err
+
+
+FIRST = {"at": 1.0, "kind": "run", "form": FORM, "scenario": "quick", "seed": 1, "settings": {}, "schedule": {}}
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"[]\n", b"5\n", b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"1" * 10_000 + b"\n", b"{}\n", b"no end",
+    json.dumps(FIRST | {"form": 99}).encode() + b"\n", json.dumps(FIRST | {"schedule": []}).encode() + b"\n",
+    json.dumps(FIRST | {"schedule": {"strikes": 5}}).encode() + b"\n",
+    json.dumps(FIRST | {"settings": {"train": 5}}).encode() + b"\n",
+    *(json.dumps(FIRST).encode() + b"\n" + line + b"\n" for line in (
+        b"[]", b"5", b"\xff", b"{torn", b"[" * 100_000, b'{"kind": "step"}', b'{"at": NaN, "kind": "step", "step": 1}',
+        b'{"at": 1, "kind": "step", "step": NaN}', b'{"at": 1, "kind": "step"}', b'{"at": "1", "kind": "end"}',
+        b'{"at": 1, "kind": "fault"}', b'{"at": 1, "kind": "fault", "name": "a", "injected_at": "x"}',
+        b'{"at": 1, "kind": "change", "key": "/a"}', b'{"at": 1e400, "kind": "end"}', b'{"at": 1, "kind": []}',
+        b'{"at": 1, "kind": "end", "report": 5}', b'{"at": 1, "kind": "end", "alerts": [5]}',
+        b'{"at": 1, "kind": "operation", "key": "a"}', b'{"at": 1, "kind": "fault", "name": "a", "witness": "w"}'))])
+def test_log_of_another_form_is_refused_or_judged_and_never_a_traceback(
+        content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / report.EVENTS).write_bytes(content)
+    assert run("check", str(tmp_path)) in (Exit.FAILED, Exit.USAGE)
+    printed = capsys.readouterr()
+    assert str(tmp_path) in printed.out + printed.err and "Traceback" not in printed.err
+
+
+def test_line_of_a_log_that_is_no_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / report.EVENTS).write_text(json.dumps(FIRST) + '\n{"at": 1, "kind": "step", "step": NaN}\n')
+    assert run("check", str(tmp_path)) == Exit.USAGE
+    assert "events.jsonl, line 2, is no record of a chaos run: step of step is of another form: 'nan'" in " ".join(
+        capsys.readouterr().err.split())
+
+
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / report.EVENTS)
+    assert run("check", str(tmp_path)) == Exit.USAGE
+    os.mkfifo(tmp_path / "schedule.json")
+    assert run("replay", str(tmp_path)) == Exit.USAGE
+    assert run("shrink", str(tmp_path / "schedule.json")) == Exit.USAGE
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    assert run("replay", str(tmp_path / "deep.json")) == run("replay", str(tmp_path / "bytes.json")) == Exit.USAGE
