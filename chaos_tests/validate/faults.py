@@ -38,8 +38,8 @@ _FIRST_S = 5.0
 """The same of the first one."""
 _STATUS, _ALERTS = below(Keys("j").job_status()), below(Keys("j").alerts_prefix())
 COMPARED_SHARE = 0.8
-"""Least share of the steps on the newest weights that have to compare log-probs: of a few, what was measured is lost
-with the loop that did it."""
+"""Least share of the steps on the newest weights that have to compare log-probs, where no more are missing than there
+were faults: what a step has measured is lost with the loop that did it."""
 
 
 def began(fault: Event) -> float:
@@ -144,7 +144,9 @@ class WorthSomething(FaultChecker):
             self.violated(f"{count} records of {kind} are missing, of those that were written")
         self._planned()
         self._floor()
-        if self._compared < COMPARED_SHARE * self._comparable:
+        missing_comparisons = self._comparable - self._compared
+        if self._comparable and (not self._compared or missing_comparisons > max(
+                (1.0 - COMPARED_SHARE) * self._comparable, len(self.happened))):
             self.violated(f"{self._compared} of {self._comparable} steps on the newest weights compare the log-probs "
                           f"of engines with those of the trainer, below {COMPARED_SHARE:.0%}")
 

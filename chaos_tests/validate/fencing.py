@@ -32,7 +32,7 @@ class Tokens(Checker):
                 continue
             key, before = step.key, self._last.get(step.key)
             if not step.put:
-                if any(step.scope + name in found.after.present for name in self.keys):
+                if any(step.scope + name in found.after.present for name in self.keys) and not found.ended(step.scope):
                     self.violated(f"{step.at()} was deleted: its numbers begin again", step.event)
                 self._last.pop(key, None)
                 continue

@@ -14,9 +14,11 @@ from typing import Any, ClassVar
 
 from chaos_tests.event_log import Event
 from chaos_tests.validate.verdict import Checker
-from elastic_rl.etcd.keys import ROOT, ClusterKeys
+from elastic_rl.etcd.job_records import ENDED_PHASES
+from elastic_rl.etcd.keys import ROOT, ClusterKeys, Keys
 
 _CLUSTERS = ClusterKeys("c").root.removesuffix("c/")
+_STATUS = Keys("j").job_status().removeprefix(Keys("j").root)
 FIRST_REVISION = 100
 """A history that begins before this revision is that of a cluster from its start."""
 _MOST_ABSENT = 50_000
@@ -143,6 +145,10 @@ class Transaction:
 
     def step(self, key: str) -> Step | None:
         return self._by_key.get(key)
+
+    def ended(self, scope: str) -> bool:
+        """Whether the job with these keys is known to have ended: what is deleted then, I15 judges."""
+        return self.after.get(scope + _STATUS).get("phase") in ENDED_PHASES
 
     def before(self, key: str) -> Mapping[str, Any]:
         """The record that a key had before the transaction."""

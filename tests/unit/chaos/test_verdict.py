@@ -216,7 +216,9 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     (event("trainer.restarted", 1.0), "I14"),
     # I15
     (lambda r: r.insert(-1, {"at": r[-1]["at"], "kind": "change", "revision": 9999, "put": False, "create": 0,
-                             "key": KEYS.stream_head("policy"), "value": ""}), "I3 I15")])
+                             "key": KEYS.stream_head("policy"), "value": ""}), "I15"),
+    (lambda r: r.insert(-1, {"at": r[-1]["at"], "kind": "change", "revision": 9999, "put": False, "create": 0,
+                             "key": KEYS.epoch(), "value": ""}), "I15")])
 def test_each_broken_rule_is_found(change: Edit, rule: str) -> None:
     """``rule``: those that the log breaks."""
     found = verdicts(with_(change))
