@@ -36,7 +36,7 @@ class Kind(StrEnum):
     ``witness`` ("" when it was not seen to happen), ``injected_at`` (when it struck), ``detected_at``,
     ``healed_at`` (unix s or None), ``waited_s`` (for its victim, before ``injected_at``), ``may_go_unnoticed`` (whether
     nobody has to detect it), ``said`` (what the job's status said that it waits for), ``problem`` (why it did not
-    happen or was not seen to heal)."""
+    happen or was not seen to heal), ``breaks`` (the rule that it found broken; "")."""
     OPERATION = "operation"
     """An operation of a client, as ``chaos_tests.history.Operation`` has it: ``client``, ``key``, ``call``,
     ``argument``, ``began_s``, ``ended_s``, ``result``; ``model`` names the sequential model that judges it."""
@@ -111,7 +111,8 @@ _LIST_OR_NONE: _Types = frozenset({list, type(None)})
 _TYPES: Mapping[str, Sequence[tuple[Sequence[str], _Types, bool]]] = {
     Kind.RUN: ((("scenario", "target", "commit"), _TEXT, False),
                (("schedule", "settings", "versions", "floor"), _OBJECT, False), (("must_see",), _LIST_OR_NONE, False)),
-    Kind.FAULT: ((("name",), _TEXT, True), (("injected_at", "detected_at", "healed_at"), _TIME_OR_NONE, False)),
+    Kind.FAULT: ((("name",), _TEXT, True), (("breaks",), _TEXT, False),
+                 (("injected_at", "detected_at", "healed_at"), _TIME_OR_NONE, False)),
     Kind.OPERATION: ((("key",), _TEXT, True), (("began_s",), _TIME, True), (("ended_s",), _TIME_OR_NONE, False)),
     Kind.CHANGE: ((("revision",), _NUMBER, True), (("key",), _TEXT, True), (("create",), _NUMBER, False),
                   (("put",), frozenset({bool}), True), (("value",), _TEXT, False)),

@@ -13,7 +13,7 @@ from typing import ClassVar
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate.replay import Transaction, below, is_job
 from chaos_tests.validate.training import same_weights
-from chaos_tests.validate.verdict import OWN_TARGETS, RUN, Checker
+from chaos_tests.validate.verdict import OWN_TARGETS, RULES, RUN, Checker
 from elastic_rl.coordinator.alerts.state_machine import Phase
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.keys import Keys
@@ -47,7 +47,8 @@ def began(fault: Event) -> float:
 
 
 def happened(fault: Event) -> bool:
-    return bool(fault.get("witness")) and fault.get("injected_at") is not None
+    """Whether it was seen to happen; what has found a broken rule has happened."""
+    return bool(fault.get("witness") or fault.get("breaks")) and fault.get("injected_at") is not None
 
 
 def victims(fault: Event) -> int:
@@ -193,7 +194,13 @@ class Recoveries(FaultChecker):
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
+        for fault in self.faults:
+            if fault.get("breaks") in RULES:
+                self.violated(f"{fault['name']} of {fault.get('target')}: {fault.get('problem')}", fault,
+                              rule=str(fault["breaks"]))
         for fault in self.happened:
+            if fault.get("breaks") in RULES:
+                continue
             unnoticed = bool(fault.get("may_go_unnoticed")) and fault.get("detected_at") is None
             for moment, after in [("healed_at", "injected_at")] if unnoticed else [
                     ("detected_at", "injected_at"), ("healed_at", "detected_at")]:

@@ -22,7 +22,10 @@ from elastic_rl.runtime.waiting import wait_until
 
 
 class FencingBroken(ElasticRLError):
-    """A write was accepted of somebody who has been replaced (I1)."""
+    """A write was accepted of somebody who has been replaced."""
+
+    breaks = "I1"
+    """The rule that this breaks, for the record of the fault."""
 
 
 class StaleLeader(Killed):
