@@ -103,6 +103,8 @@ class Store:
     """Keys that were seen to be deleted and are not there, the newest last."""
     whole: bool = False
     """Whether all changes were seen, from the first one on."""
+    _folders: dict[str, dict[str, None]] = field(default_factory=dict)
+    """The keys that are there, by what is before the last slash of them."""
 
     def lacks(self, key: str) -> bool:
         """Whether a key is known not to be there."""
@@ -111,16 +113,22 @@ class Store:
     def get(self, key: str) -> Mapping[str, Any]:
         return record(self.present[key]) if key in self.present else {}
 
-    def under(self, prefix: str) -> list[str]:
-        return [key for key in self.present if key.startswith(prefix)]
+    def under(self, folder: str) -> list[str]:
+        """The keys right below ``folder``, which ends with a slash."""
+        return [*self._folders.get(folder, ())]
 
     def apply(self, event: Event) -> Step:
         key = event["key"]
-        step = Step(event, self.present.pop(key, None))
+        step, folder = Step(event, self.present.pop(key, None)), key[:key.rfind("/") + 1]
         if event["put"]:
             self.present[key] = event
+            self._folders.setdefault(folder, {})[key] = None
             self.absent.pop(key, None)
         else:
+            keys = self._folders.get(folder, {})
+            keys.pop(key, None)
+            if not keys:
+                self._folders.pop(folder, None)
             self.absent[key] = None
             if len(self.absent) > _MOST_ABSENT:
                 del self.absent[next(iter(self.absent))]
