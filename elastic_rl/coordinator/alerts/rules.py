@@ -159,8 +159,9 @@ def released(alert: Alert, snapshot: ClusterSnapshot, now: float) -> bool:
         case "dcs.durable_failed" | "durable.behind":
             return snapshot.run_over
         case "publish.failed":
-            streams = [alert.subject] if alert.subject in snapshot.heads else list(snapshot.heads)
-            moved = max((snapshot.revision(snapshot.keys.stream_head(s)) for s in streams), default=0)
+            group = TRAINER_GROUPS.get(alert.subject)
+            streams = (group.weights, group.state) if group is not None else (alert.subject,)
+            moved = max(snapshot.revision(snapshot.keys.stream_head(s)) for s in streams)
             return moved > alert.revision or snapshot.run_ended
         case "run.refused":
             written = snapshot.revision(snapshot.keys.job_status())

@@ -79,7 +79,8 @@ def test_reports_of_one_engine_by_runner_driver_and_leader_have_one_key() -> Non
 
 
 @pytest.mark.parametrize(("kind", "severity", "opens"), [
-    ("version.dropped", Severity.WARNING, True), ("logprob.mismatch", Severity.WARNING, True),
+    ("version.failing", Severity.WARNING, True), ("version.dropped", Severity.WARNING, False),
+    ("logprob.mismatch", Severity.WARNING, True),
     ("samples.unpublished", Severity.WARNING, True), ("router.foreign_worker", Severity.WARNING, True),
     ("pool.scaled", Severity.ERROR, True), ("newer.release", Severity.ERROR, True),
     ("newer.release", Severity.WARNING, False), ("compute.failing", Severity.ERROR, False),
@@ -155,20 +156,16 @@ def test_cannot_fetch_alert_is_over_when_the_engine_recovers_or_is_gone() -> Non
     assert rules.released(alert, empty_snapshot(), 1e6)
 
 
-def test_dropped_version_is_a_publish_alert_of_its_stream() -> None:
-    dropped = Event(id="1", at=1.0, kind="version.dropped", subject="policy", message="m", severity=Severity.WARNING)
-    condition = rules.report(dropped, 5)
-    assert condition and condition.key == "publish.failed/policy"
+def test_publish_alert_is_over_when_a_head_of_its_group_moves_after_the_failure() -> None:
+    condition = rules.report(event("version.failing", "trainer", Severity.WARNING), 30)
+    assert condition and condition.key == "publish.failed/trainer"
+    alert = advance_once(1.0, reports=[condition]).put[0]
 
+    def released(stream: str, moved_at: int) -> bool:
+        return rules.released(alert, snapshot(revisions={KEYS.stream_head(stream): moved_at}), 2.0)
 
-def test_publish_alert_is_over_when_the_head_moves_after_the_failure() -> None:
-    alert = advance_once(1.0, reports=[Condition("publish.failed", "policy", "m", revision=30)]).put[0]
-    head = {"policy": Version(stream="policy", number=4, state=VersionState.COMMITTED, epoch=1)}
-
-    def released(moved_at: int) -> bool:
-        return rules.released(alert, snapshot(heads=head, revisions={KEYS.stream_head("policy"): moved_at}), 2.0)
-
-    assert not released(29) and released(31)
+    assert not released("policy", 29) and released("policy", 31) and released("trainer_state", 31)
+    assert not released("run_log", 31) and not released("critic", 31), "that is committed by others"
 
 
 def test_short_pool_is_an_alert_after_an_engines_start_time() -> None:
