@@ -231,7 +231,7 @@ class AlertSimulation:
     def restart(self, service: str) -> None:
         """A service of the local cluster ended and was started again, which is a one-time event."""
         revision = self.etcd.put(KEYS.event(f"{len(self.events):06}"), Cursor(revision=0))
-        event = events.build(event_kinds.DCS_RESTARTED, service, "m", severity=Severity.WARNING)
+        event = events.build(event_kinds.DCS_RESTARTED, service, "m", severity=Severity.WARNING, at=self.t)
         self.events.append((revision, rules.report(event, revision), ""))
 
     def prune_events(self) -> None:

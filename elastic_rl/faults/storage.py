@@ -81,7 +81,7 @@ class ChunksDamaged(Killed):
                                           and not e.external and e.pid), None),
                             timeout_s=INJECT_TIMEOUT_S, what="an engine that is ready")
         pid = _node(self.context)
-        folder = self._folder(pid)
+        folder, node = self._folder(pid), next((r.id for r in _records(self.context) if r.pid == pid), "")
         self.at, self._victim = time.time(), engine.id
         # The driver does not replace the engine before the files are damaged: both are stopped meanwhile.
         kill(pid)
@@ -92,9 +92,9 @@ class ChunksDamaged(Killed):
         self._damaged = len(files)
         witness = kill(engine.pid)
         if not files:
-            return f"disk of the DCS node, engine {engine.id}", ""
+            return f"disk of the DCS node {node}, engine {engine.id}", ""
         how = "lost its second half" if self.torn else "had a bit flipped"
-        return f"disk of the DCS node, engine {engine.id}", (
+        return f"disk of the DCS node {node}, engine {engine.id}", (
             f"each of {len(files)} chunks on disk {how} while pid {pid} was dead, head {head.number if head else 0}; "
             f"{witness}")
 

@@ -92,7 +92,7 @@ class AlertController:
         kept = [Condition(a.kind, a.subject, a.message, a.severity) for a in known if a.open and a.kind in unknown]
         found = rules.merge_by_fault(
             [*others, *kept, *conditions(snapshot, now, self._thresholds, {a.key for a in known if a.open}).values(),
-             *rules.with_causes(reports, snapshot)], known, now)
+             *rules.with_causes(reports, snapshot)], known)
         holding: dict[str, Condition] = {}
         for condition in found:
             if not condition.revision:
