@@ -41,10 +41,13 @@ from elastic_rl.faults.injector import FaultInjector
 from elastic_rl.faults.undo import UndoRegistry, undo_all
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.report.build import parse_lines
+from elastic_rl.runtime.files import read_limited, replace_file
 
 log = logging.getLogger(__name__)
 
 SCHEDULE = "schedule.json"
+_MOST_BYTES = 16 << 20
+"""Of a schedule: it may have been sent."""
 _POLL_S = 1.0
 _SAMPLE_S = 10.0
 _EVENTS_READ = 500
@@ -100,12 +103,14 @@ def run(schedule: Schedule, folder: Path, *, baseline: bool | None = None, say: 
     schedule of an unknown scenario, or a folder with results, and another ElasticRLError where the cluster or its job
     cannot be started."""
     scenario = scenario_of(schedule)
-    _prepare(schedule, folder)
+    require_client()
+    _require_new(folder)
     with abort.running(folder) as aborts:
+        _prepare(schedule, folder)
         switch(aborts)
         if scenario.baseline if baseline is None else baseline:
             say("the baseline: the same job without faults")
-            (folder / BASELINE).mkdir()
+            (folder / BASELINE).mkdir(mode=0o700)
             _run_own(scenario, replace(schedule, strikes=()), folder / BASELINE, aborts, say, baseline=True)
         if aborts.why:
             return Outcome(folder, [], aborts.why)
@@ -118,8 +123,10 @@ def run_attached(schedule: Schedule, folder: Path, target: Target, limits: Limit
                  switch: OnSwitch = lambda switch: None) -> Outcome:
     """Runs a schedule against a job that runs already and goes on afterwards. Otherwise as ``run``."""
     scenario = scenario_of(schedule)
-    _prepare(schedule, folder)
+    require_client()
+    _require_new(folder)
     with abort.running(folder) as aborts:
+        _prepare(schedule, folder)
         switch(aborts)
         with _log_of(folder, schedule, target.cfg, target.name, baseline=False) as event_log:
             end = _Play(target, scenario, schedule, folder, event_log, aborts, limits, say).follow()
@@ -138,19 +145,22 @@ def schedule_at(path: Path) -> Schedule:
     """The schedule of a folder of results, or in a file. Raises ConfigError."""
     file = path / SCHEDULE if path.is_dir() else path
     try:
-        return Schedule.from_json(file.read_text(encoding="utf-8"), FAULTS)
+        return Schedule.from_json(read_limited(file, _MOST_BYTES).decode(), FAULTS)
     except (OSError, ValueError) as e:
         raise ConfigError(f"no schedule can be read from {file}: {e}",
                           hint="name a folder that `elastic-rl chaos run` has written, or its schedule.json") from e
 
 
-def _prepare(schedule: Schedule, folder: Path) -> None:
-    """Makes the folder of a run. Raises ConfigError for one that has results."""
-    require_client()
+def _require_new(folder: Path) -> None:
+    """Raises ConfigError for a folder that has results."""
     if (folder / EVENTS).exists() or (folder / BASELINE).exists():
         raise ConfigError(f"{folder} has the results of a run", hint="name another folder with --out")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / SCHEDULE).write_text(schedule.to_json(), encoding="utf-8")
+
+
+def _prepare(schedule: Schedule, folder: Path) -> None:
+    """Writes what a run begins with into its folder, in which no other one runs. Raises as ``_require_new``."""
+    _require_new(folder)
+    replace_file(folder / SCHEDULE, schedule.to_json(), private=True)
 
 
 def _run_own(scenario: Scenario, schedule: Schedule, folder: Path, aborts: AbortSwitch, say: Say, *, baseline: bool
@@ -234,7 +244,8 @@ class _Play:
             finally:
                 injector.end()
                 injector.join(_END_S)
-                undo_all(self._folder)
+                for what in undo_all(self._folder).failed:
+                    self._log.write(Kind.LEFTOVER, what=f"not undone: {what}")
             if target.own and not self._over():
                 self._say("stopping the job")
                 target.cluster.stop_run()

@@ -41,7 +41,7 @@ class Judged:
 def read(folder: Path) -> Judged:
     """Judges the log in a folder of results. Raises ValueError where a file is no log, and OSError."""
     log, its = Records(folder / EVENTS), folder / BASELINE / EVENTS
-    baseline = Records(its) if its.exists() else None
+    baseline = Records(its) if its.is_file() else None
     return Judged(timeline(log), timeline(baseline) if baseline is not None else None, judge(log, baseline))
 
 
@@ -81,7 +81,7 @@ def write(folder: Path) -> Judged:
     report = build(judged)
     text = json.dumps(_finite(report), indent=1, allow_nan=False) + "\n"
     for name, content in ((REPORT, text), (PAGE, render(report, judged.run, judged.baseline))):
-        replace_file(folder / name, content)
+        replace_file(folder / name, content, private=True)
     return judged
 
 

@@ -36,15 +36,24 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=(
 _COLUMNS = ("kind", "name", "where", "what")
 _SEEDS = 1_000_000
 _PROBLEMS_SHOWN = 40
+_MOST_FAULTS, _MOST_STEPS, _MOST_MINUTES = 10_000, 10_000_000, 60_000.0
+_OF_TARGETS = ("only", "at_once", "allow_last", "yes", "recovery_minutes")
+"""Options of a run against a cluster that runs."""
+_WIDER = "--only names the parts that may be struck, --allow-last allows the last replica of one"
+_WHERE = ("--run_dir", "--job", "--cluster")
+"""Settings that say where a job is, which a run on a cluster of its own says itself."""
+
 
 Seed = Annotated[int | None, typer.Option("--seed", min=0, show_default=False, help=(
     "Seed of the faults and of the job; else one is chosen, and printed."))]
-Minutes = Annotated[float, typer.Option("--minutes", min=0.0, metavar="M", show_default=False, help=(
+Minutes = Annotated[float, typer.Option("--minutes", min=0.0, max=_MOST_MINUTES, metavar="M", show_default=False, help=(
     "Run so long, with faults at seconds of it; else as long as the scenario says."))]
-Steps = Annotated[int, typer.Option("--steps", min=0, metavar="N", show_default=False, help=(
+Steps = Annotated[int, typer.Option("--steps", min=0, max=_MOST_STEPS, metavar="N", show_default=False, help=(
     "Run so many steps, with faults at steps of them."))]
-Faults = Annotated[int | None, typer.Option("--faults", min=0, metavar="N", show_default=False, help=(
+Faults = Annotated[int | None, typer.Option("--faults", min=0, max=_MOST_FAULTS, metavar="N", show_default=False, help=(
     "Number of faults; else in proportion to the length, and 5 at most on a cluster that runs."))]
+MostFaults = Annotated[int | None, typer.Option("--faults", min=0, max=_MOST_FAULTS, metavar="N", show_default=False,
+                                                help="Of a cluster that runs, most faults in the run; else 5.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", show_default=False, help=(
     "Folder of the results; else a new one in RUN_DIR/chaos."))]
 Baseline = Annotated[bool | None, typer.Option("--baseline/--no-baseline", show_default=False, help=(
@@ -52,13 +61,13 @@ Baseline = Annotated[bool | None, typer.Option("--baseline/--no-baseline", show_
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the schedule, and start nothing.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a cluster that runs is struck.")]
 Only = Annotated[str, typer.Option("--only", metavar="PARTS", help=(
-    "Of a cluster that runs, strike only these: engines, trainer, roles, driver, router, coordinators, dcs, etcd, "
-    "hosts, with commas in between. Without it all but etcd and hosts, which have to be named."))]
+    "Of a cluster that runs, strike only these: engines, trainer, roles, driver, run, router, ray, coordinators, dcs, "
+    "etcd, hosts, api, with commas in between. Without it all but etcd and hosts, which have to be named."))]
 AtOnce = Annotated[int, typer.Option("--at-once", min=1, metavar="N", help=(
     "Of a cluster that runs, most faults at once."))]
 AllowLast = Annotated[bool, typer.Option("--allow-last", help=(
     "Of a cluster that runs, strike also the last replica of a part: the job pauses until it is replaced."))]
-RecoveryMinutes = Annotated[float, typer.Option("--recovery-minutes", min=0.1, metavar="M", help=(
+RecoveryMinutes = Annotated[float, typer.Option("--recovery-minutes", min=0.1, max=_MOST_MINUTES, metavar="M", help=(
     "Of a cluster that runs, abort when the job has not recovered from a fault after so long."))]
 
 
@@ -98,6 +107,7 @@ def run(ctx: typer.Context,
         raise ConfigError("a run is as long as --minutes or as --steps says", hint="leave one of them out")
     chosen = seed if seed is not None else secrets.randbelow(_SEEDS)
     attaches = names_target(ctx, file)
+    _require_effect(ctx, attaches)
 
     def schedule(target: Target | None, radius: BlastRadius | None) -> Schedule:
         return _drawn(scenario, chosen, minutes=minutes, steps=steps, faults=faults, target=target, radius=radius,
@@ -117,21 +127,26 @@ def run(ctx: typer.Context,
 def replay(ctx: typer.Context, path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=(
                "Folder of the results of a run, or its schedule.json."))],
            file: File = None, out_folder: Out = None, baseline: Baseline = None, dry_run: DryRun = False,
-           yes: Yes = False, only: Only = "", at_once: AtOnce = 1, allow_last: AllowLast = False,
-           recovery_minutes: RecoveryMinutes = 10.0, output: Output = Format.TABLE) -> None:
+           yes: Yes = False, only: Only = "", at_once: AtOnce = 1, faults: MostFaults = None,
+           allow_last: AllowLast = False, recovery_minutes: RecoveryMinutes = 10.0,
+           output: Output = Format.TABLE) -> None:
     """Run a schedule again: the same faults, at the same steps or seconds, of the same job.
 
     With --job=NAME it strikes that job, which runs already, as `chaos run` does."""
     from chaos_tests import runner
-    schedule = runner.schedule_at(path)
-    if not names_target(ctx, file):
+    schedule, attaches = runner.schedule_at(path), names_target(ctx, file)
+    _require_effect(ctx, attaches, *(["faults"] if not attaches else []))
+    if not attaches:
         _own(ctx, replace(schedule, settings=(*schedule.settings, *_settings(ctx))), out_folder, baseline,
              dry_run=dry_run, output=output)
         return
     if not schedule.by_time:
         raise ConfigError("this schedule is by the steps of a job of its own", hint=(
             "a job that runs is struck by time: `elastic-rl chaos run --minutes` makes a schedule for it"))
-    radius = _radius(only, at_once, schedule.faults, allow_last)
+    radius = _radius(only, at_once, faults, allow_last)
+    if schedule.faults > radius.faults:
+        raise ConfigError(f"the schedule has {schedule.faults} faults, and {radius.faults} are allowed",
+                          hint=f"--faults {schedule.faults} allows them")
     _attached(ctx, file, lambda target, radius: schedule, radius, out_folder, recovery_minutes, dry_run=dry_run,
               yes=yes, output=output)
 
@@ -173,15 +188,20 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
 @app.command("abort")
 def abort(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the results of the run.")]) -> None:
     """End a run, and undo what can be undone: processes that it has stopped go on. Also where the run itself was
-    killed."""
+    killed; code 1 where something cannot be undone."""
     from chaos_tests import abort as switch
-    done = switch.abort(folder)
-    if done is None:
+    undone = switch.abort(folder)
+    if undone is None:
         say("the run ends, and undoes what can be undone")
         return
-    say("the process of that run has ended before" if not done else "the process of that run was killed; undone now:")
-    for line in done:
+    say("the process of that run has ended before" if not undone.done else
+        "the process of that run was killed; undone now:")
+    for line in undone.done:
         say(f"  {line}")
+    for line in undone.failed:
+        say(f"not undone: {line}", to_err=True)
+    if undone.failed:
+        raise typer.Exit(Exit.FAILED)
 
 
 @app.command("check")
@@ -189,12 +209,15 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
           output: Output = Format.TABLE) -> None:
     """Judge a run again by its log, which may have been made on another machine; code 1 where a rule is broken."""
     from chaos_tests import report, runner
-    if not (folder / report.EVENTS).exists():
+    if not (folder / report.EVENTS).is_file():
         raise ConfigError(f"there is no {report.EVENTS} in {folder}", hint="name a folder that `chaos run` has written")
     try:
         outcome = runner.outcome_of(folder)
-    except ValueError as e:
-        raise ConfigError(str(e)) from e
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OSError) as e:
+        logging.getLogger(__name__).debug("the log in %s cannot be judged", folder, exc_info=True)
+        raise ConfigError(str(e) if isinstance(e, ValueError | OSError) else
+                          f"the log in {folder} has records of another form: {type(e).__name__} {e}",
+                          hint="it is damaged, or of another release") from e
     _show(outcome, output)
 
 
@@ -233,6 +256,17 @@ def _require_scenario(name: str) -> None:
         raise ConfigError(f"there is no scenario {name!r}", hint=f"known: {', '.join(SCENARIOS)}")
 
 
+def _require_effect(ctx: typer.Context, attaches: bool, *more: str) -> None:
+    """Raises ConfigError for an option that says nothing about this run. ``more``: others of them."""
+    given = [name for name in (*(("baseline",) if attaches else _OF_TARGETS), *more)
+             if (source := ctx.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"{names}: a run against a cluster that runs has no baseline" if attaches else
+                          f"{names}: only for a run against a cluster that runs",
+                          hint="leave it out" if attaches else "name its job with --job=NAME, or leave it out")
+
+
 def _settings(ctx: typer.Context) -> list[str]:
     """The settings of a command line for the job of a scenario: its folder is that of the results."""
     return [word for word in overrides(ctx.args) if not word.startswith("--run_dir=")]
@@ -248,13 +282,21 @@ def _radius(only: str, at_once: int, faults: int | None, allow_last: bool) -> Bl
 def _drawn(scenario: str, seed: int, *, minutes: float, steps: int, faults: int | None, target: Target | None,
            radius: BlastRadius | None, settings: Sequence[str]) -> Schedule:
     from chaos_tests import blast_radius
+    from chaos_tests.faults.catalogue import met
     from chaos_tests.scenarios import SCENARIOS
-    of, allowed = SCENARIOS[scenario], None
-    if target is not None and radius is not None:
+    of = SCENARIOS[scenario]
+    if target is None or radius is None:
+        from chaos_tests.target import own_config
+        has = met(own_config(Path(), of.settings, settings, seed=seed))
+        allowed = [name for name in of.faults if not blast_radius.unmet(name, has)]
+    else:
         if steps or not (minutes or of.minutes):
             raise ConfigError("a job that runs is struck by time", hint="give --minutes")
         of = replace(of, together=of.together if radius.at_once > 1 else 0.0)
-        allowed, _ = radius.allowed(of.faults, blast_radius.replicas_of(target.context()))
+        allowed, refused = radius.allowed(of.faults, blast_radius.replicas_of(target.context()), met(target.cfg))
+        if not allowed and of.faults:
+            raise ConfigError("no fault of the scenario may be injected: " + "; ".join(
+                f"{name}: {why}" for name, why in sorted(refused.items())), hint=_WIDER)
         faults = min(radius.faults, of.usual_count(minutes=minutes)) if faults is None else faults
     try:
         return of.schedule(seed, steps=steps, minutes=minutes, faults=faults, only=allowed, settings=settings)
@@ -264,13 +306,21 @@ def _drawn(scenario: str, seed: int, *, minutes: float, steps: int, faults: int 
 
 def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, baseline: bool | None, *, dry_run: bool,
          output: Format) -> None:
-    from chaos_tests import abort, runner
+    from chaos_tests import blast_radius, runner
+    from chaos_tests.faults.catalogue import met
+    from chaos_tests.target import own_config
+    if elsewhere := [word for word in schedule.settings if word.partition("=")[0] in _WHERE]:
+        raise ConfigError(f"{', '.join(elsewhere)}: a cluster of its own says itself where it is", hint="leave it out")
+    has = met(own_config(Path(), runner.scenario_of(schedule).settings, schedule.settings, seed=schedule.seed))
+    if unmet := {name: why for strike in schedule.strikes for name in strike.faults
+                 if (why := blast_radius.unmet(name, has))}:
+        raise ConfigError("the schedule has faults that are not possible here: " + "; ".join(
+            f"{name}: {why}" for name, why in sorted(unmet.items())), hint="run it on another machine")
     if dry_run:
         sys.stdout.write(schedule.to_json())
         return
     folder = folder or _new_folder(schedule, location(ctx, None).run_dir)
-    for killed, done in abort.undo_of_killed_runs(folder.parent).items():
-        _progress(f"undone of the run in {killed}, which was killed: {', '.join(done)}")
+    _undo_of_killed_runs(folder.parent)
     _progress(f"scenario {schedule.scenario}, seed {schedule.seed}: the results go to {folder}")
     _show(_run_to_end(lambda switch: runner.run(schedule, folder, baseline=baseline, say=_progress, switch=switch)),
           output)
@@ -279,7 +329,8 @@ def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, baseline: 
 def _attached(ctx: typer.Context, file: Path | None, schedule_of: Callable[[Target, BlastRadius], Schedule],
               radius: BlastRadius, folder: Path | None, recovery_minutes: float, *, dry_run: bool, yes: bool,
               output: Format) -> None:
-    from chaos_tests import abort, blast_radius, runner
+    from chaos_tests import blast_radius, runner
+    from chaos_tests.faults.catalogue import met
     from chaos_tests.target import running_cluster
     with running_cluster(find_cluster(ctx, file)) as target:
         schedule = schedule_of(target, radius)
@@ -288,23 +339,27 @@ def _attached(ctx: typer.Context, file: Path | None, schedule_of: Callable[[Targ
             raise ConfigError("a job that runs can be struck on a cluster of one host only, and this one has "
                               f"{replicas[blast_radius.Part.HOSTS]}",
                               hint="leave --job out: a cluster is made for the run")
-        _, refused = radius.allowed({name: 1.0 for strike in schedule.strikes for name in strike.faults}, replicas)
+        _, refused = radius.allowed({name: 1.0 for strike in schedule.strikes for name in strike.faults}, replicas,
+                                    met(target.cfg))
         if refused:
             raise ConfigError("the schedule strikes what is out of the blast radius: " + "; ".join(
                 f"{name}: {why}" for name, why in sorted(refused.items())),
-                hint="--only names the parts that may be struck, --allow-last allows the last replica of one")
+                hint=_WIDER)
+        largest = max((len(strike.faults) for strike in schedule.strikes), default=1)
+        if largest > radius.at_once:
+            raise ConfigError(f"the schedule has {largest} faults at once, and {radius.at_once} are allowed",
+                              hint=f"--at-once {largest} allows them")
         if dry_run:
             sys.stdout.write(schedule.to_json())
             return
         folder = folder or _new_folder(schedule, target.cfg.run_dir)
-        for killed, done in abort.undo_of_killed_runs(folder.parent).items():
-            _progress(f"undone of the run in {killed}, which was killed: {', '.join(done)}")
+        _undo_of_killed_runs(folder.parent)
         _say_strikes(schedule, radius, target, replicas)
         _progress(f"the results go to {folder}; `elastic-rl chaos abort {folder}`, or Ctrl-C, ends it")
         if not yes:
             _confirm(target.cfg.job)
         limits = runner.Limits(
-            overlap=max(1, radius.at_once // max((len(s.faults) for s in schedule.strikes), default=1)),
+            overlap=radius.at_once // max(1, largest),
             recovery_s=60.0 * recovery_minutes, aborts_itself=True,
             guard=lambda context: blast_radius.guarded(radius, context))
         _show(_run_to_end(lambda switch: runner.run_attached(schedule, folder, target, limits, say=_progress,
@@ -319,8 +374,8 @@ def _say_strikes(schedule: Schedule, radius: BlastRadius, target: Target, replic
     for strike in schedule.strikes:
         for name in strike.faults:
             entry = FAULTS[name]
-            count = replicas.get(entry.part, 0)
-            _progress(f"  {strike.second:6.0f} s  {name:<22} {entry.what} ({entry.part.value}: {count} now)")
+            counts = ", ".join(f"{part.value}: {replicas.get(part, 0)} now" for part in sorted(entry.parts))
+            _progress(f"  {strike.second:6.0f} s  {name:<22} {entry.what} ({counts})")
 
 
 def _confirm(job: str) -> None:
@@ -347,6 +402,14 @@ def _signals(on_signal: Callable[[str], object]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _undo_of_killed_runs(results: Path) -> None:
+    from chaos_tests import abort
+    for killed, undone in abort.undo_of_killed_runs(results).items():
+        for what, lines in (("undone", undone.done), ("not undone", undone.failed)):
+            for line in lines:
+                _progress(f"{what} of the run in {killed}, which was killed: {line}")
 
 
 def _new_folder(schedule: Schedule, run_dir: Path, what: str = "") -> Path:
