@@ -11,6 +11,7 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -27,7 +28,9 @@ class Kind(StrEnum):
     RUN = "run"
     """First record. ``form``, ``scenario``, ``seed``, ``schedule`` (as its JSON object), ``target``, ``settings`` (of
     the job, without secrets), ``versions`` (package → version), ``commit``, ``baseline`` (whether it is the fault-free
-    run)."""
+    run), ``traffic`` (its names in ``chaos_tests.traffic.workloads``), ``floor`` (the least that makes it worth
+    something: ``steps`` before the first fault, ``answers`` of clients), ``must_see`` (rules that must not be unseen
+    in it)."""
     FAULT = "fault"
     """A planned fault, once it is over or given up. ``name``, ``step``, ``target``, ``state`` (of the victim then),
     ``witness`` ("" when it was not seen to happen), ``injected_at`` (when it struck), ``detected_at``,
@@ -67,7 +70,9 @@ class Kind(StrEnum):
     """Something that should have ended with the cluster: ``what``."""
     END = "end"
     """Last record. ``phase`` (of the job), ``report`` (its report.json), ``alerts`` (each as etcd has it at the end),
-    ``aborted`` (why the run was ended early; "")."""
+    ``aborted`` (why the run was ended early; ""), ``problems`` (what of the suite itself has failed), ``revision`` (of
+    etcd at the end, of a change that the observer is to have seen; None where etcd did not answer, or others use it),
+    ``records`` (kind → how many were written before this one)."""
 
 
 class EventLog:
@@ -75,6 +80,8 @@ class EventLog:
 
     def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
         self.path, self._now, self._lock = path, now, threading.Lock()
+        self.written = Counter[str]()
+        """Records by kind, without the first and the last one of a run."""
         self._file = open(path, "a", encoding="utf-8", opener=_private)  # noqa: SIM115 -- it has ``close``
 
     def write(self, kind: Kind, **fields: Any) -> None:
@@ -83,6 +90,8 @@ class EventLog:
         with self._lock:
             self._file.write(line)
             self._file.flush()
+            if kind not in (Kind.RUN, Kind.END):
+                self.written[kind.value] += 1
 
     def close(self) -> None:
         self._file.close()
@@ -94,13 +103,14 @@ _MOST_S = 1e12
 _Types = frozenset[type[Any]]
 _TEXT: _Types = frozenset({str})
 _NUMBER: _Types = frozenset({int})
+_NUMBER_OR_NONE: _Types = frozenset({int, type(None)})
 _TIME: _Types = frozenset({int, float})
 _TIME_OR_NONE: _Types = frozenset({int, float, type(None)})
 _OBJECT: _Types = frozenset({dict})
 _LIST_OR_NONE: _Types = frozenset({list, type(None)})
 _TYPES: Mapping[str, Sequence[tuple[Sequence[str], _Types, bool]]] = {
     Kind.RUN: ((("scenario", "target", "commit"), _TEXT, False),
-               (("schedule", "settings", "versions"), _OBJECT, False)),
+               (("schedule", "settings", "versions", "floor"), _OBJECT, False), (("must_see",), _LIST_OR_NONE, False)),
     Kind.FAULT: ((("name",), _TEXT, True), (("injected_at", "detected_at", "healed_at"), _TIME_OR_NONE, False)),
     Kind.OPERATION: ((("key",), _TEXT, True), (("began_s",), _TIME, True), (("ended_s",), _TIME_OR_NONE, False)),
     Kind.CHANGE: ((("revision",), _NUMBER, True), (("key",), _TEXT, True), (("create",), _NUMBER, False),
@@ -110,7 +120,8 @@ _TYPES: Mapping[str, Sequence[tuple[Sequence[str], _Types, bool]]] = {
     Kind.EVENT: ((("name", "subject", "message"), _TEXT, True),),
     Kind.NOTIFICATION: ((("alert", "subject", "phase"), _TEXT, True),),
     Kind.LEFTOVER: ((("what",), _TEXT, True),),
-    Kind.END: ((("report",), _OBJECT, False), (("alerts", "committed_steps"), _LIST_OR_NONE, False),
+    Kind.END: ((("report", "records"), _OBJECT, False), (("revision",), _NUMBER_OR_NONE, False),
+               (("alerts", "committed_steps", "problems"), _LIST_OR_NONE, False),
                (("phase", "aborted"), _TEXT, False)),
 }
 """Of the fields without which nothing can be said of a kind, and of others that records have: names, types, and whether

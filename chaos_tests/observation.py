@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic_rl.config import EtcdConfig
-from elastic_rl.errors import ConfigError
+from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.runtime.process import start_child
+from elastic_rl.runtime.waiting import wait_until
 
 _OBSERVER = Path(__file__).parent / "observer.py"
 _TIMEOUT_S = 60.0
@@ -76,8 +77,18 @@ class Observer:
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
+        self._error: BaseException | None = None
+        """What has ended its thread."""
+        self._thread = threading.Thread(target=self._watch, name="observer", daemon=True)
         self._thread.start()
+
+    def await_revision(self, revision: int) -> None:
+        """Returns once it has seen the change of this revision, which is one below its prefix. Raises DeadlineExceeded
+        where it does not."""
+        wait_until(lambda: self._next >= revision or not self._thread.is_alive(), timeout_s=_TIMEOUT_S,
+                   what=f"the change of revision {revision} in the record of the observer")
+        if self._error is not None:
+            raise ElasticRLError(f"the observer has ended: {type(self._error).__name__}: {self._error}")
 
     def close(self) -> None:
         self._closing.set()
@@ -85,6 +96,12 @@ class Observer:
             if self._process is not None:
                 self._process.kill()
         self._thread.join(_TIMEOUT_S)
+
+    def _watch(self) -> None:
+        try:
+            self._run()
+        except BaseException as e:  # for whoever waits for it
+            self._error = e
 
     def _run(self) -> None:
         while not self._closing.is_set():

@@ -13,8 +13,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from shutil import which
@@ -29,8 +30,12 @@ from chaos_tests.nemesis.schedule import Schedule
 from chaos_tests.observation import Observer, require_client
 from chaos_tests.receiver import Notice, Receiver
 from chaos_tests.report import BASELINE, EVENTS, Judged
-from chaos_tests.scenarios import SCENARIOS, Scenario, Tier
+from chaos_tests.scenarios import SCENARIOS, Scenario, Tier, must_see
 from chaos_tests.target import Target, own_cluster, own_config
+from chaos_tests.traffic.traffic import Traffic
+from chaos_tests.traffic.watchers import Watcher
+from chaos_tests.traffic.workloads import WORKLOADS
+from chaos_tests.validate.verdict import OWN_TARGETS, State
 from elastic_rl.config import Config, secrets
 from elastic_rl.coordinator.alerts.state_machine import Phase
 from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable
@@ -59,6 +64,8 @@ _END_S = 30.0
 _LATE = 3.0
 """A run by time ends when its minutes are over and each of its faults has had its turn, and after so many times its
 minutes in any case."""
+_LAST_KEY = "zz-end"
+"""Of the job, written when a run ends: what watches the job and has its change has all that was before."""
 _BY_TIME_STEPS = 1_000_000
 """Steps of a job that is run by time: it is stopped before."""
 _PACKAGES = ("elastic-rl", "ray", "sglang", "torch", "megatron-core", "etcd3")
@@ -89,6 +96,10 @@ class Outcome:
     wrong: Sequence[str]
     aborted: str = ""
     """Why it was ended early."""
+    kept: Sequence[str] = ()
+    """Rules that were kept, by their numbers."""
+    unseen: Sequence[str] = ()
+    """Rules that the log has no evidence for: they were neither kept nor violated."""
 
     @property
     def failed(self) -> bool:
@@ -112,8 +123,8 @@ def run(schedule: Schedule, folder: Path, *, baseline: bool | None = None, say: 
             say("the baseline: the same job without faults")
             (folder / BASELINE).mkdir(mode=0o700)
             _run_own(scenario, replace(schedule, strikes=()), folder / BASELINE, aborts, say, baseline=True)
-        if aborts.why:
-            return Outcome(folder, [], aborts.why)
+            if aborts.why:
+                return replace(_reported(folder / BASELINE), folder=folder)
         say(f"the run with {schedule.faults} faults")
         _run_own(scenario, schedule, folder, aborts, say, baseline=False)
         return _reported(folder)
@@ -130,7 +141,7 @@ def run_attached(schedule: Schedule, folder: Path, target: Target, limits: Limit
         switch(aborts)
         with _log_of(folder, schedule, target.cfg, target.name, baseline=False) as event_log:
             end = _Play(target, scenario, schedule, folder, event_log, aborts, limits, say).follow()
-            event_log.write(Kind.END, **end, aborted=aborts.why)
+            _write_end(event_log, end, aborts)
         return _reported(folder)
 
 
@@ -179,19 +190,27 @@ def _run_own(scenario: Scenario, schedule: Schedule, folder: Path, aborts: Abort
                             ).follow()
             for at, notice in notices:
                 event_log.write(Kind.NOTIFICATION, at=at, **asdict(notice))
-            event_log.write(Kind.END, **end, aborted=aborts.why)
+            _write_end(event_log, end, aborts)
     finally:
         receiver.close()
 
 
+def _write_end(event_log: EventLog, end: Mapping[str, Any], aborts: AbortSwitch) -> None:
+    event_log.write(Kind.END, **end, aborted=aborts.why, records=dict(event_log.written))
+
+
 @contextmanager
 def _log_of(folder: Path, schedule: Schedule, cfg: Config, target: str, *, baseline: bool) -> Iterator[EventLog]:
-    event_log = EventLog(folder / EVENTS)
+    scenario, event_log = scenario_of(schedule), EventLog(folder / EVENTS)
+    traffic = scenario.traffic if target in OWN_TARGETS else ()
     try:
         event_log.write(
             Kind.RUN, form=FORM, scenario=schedule.scenario, seed=schedule.seed, target=target, baseline=baseline,
             schedule=json.loads(schedule.to_json()), settings=secrets.redacted(cfg.model_dump(mode="json")),
-            versions=_versions(), commit=_commit(), floor={"steps": scenario_of(schedule).floor_steps})
+            versions=_versions(), commit=_commit(), traffic=[*traffic],
+            must_see=must_see(schedule, own=target in OWN_TARGETS,
+                              compared=cfg.deterministic and (folder / BASELINE).exists()),
+            floor={"steps": scenario.floor_steps, **({"answers": scenario.floor_answers} if traffic else {})})
         yield event_log
     finally:
         event_log.close()
@@ -225,35 +244,63 @@ class _Play:
         """Prefix of the keys that have the environment of whoever submitted a job, sealed."""
 
     def follow(self) -> dict[str, Any]:
-        """Returns when the run has ended, with what the last record of the log says of it."""
-        target = self._target
-        with ExitStack() as observing:
-            since = 1 if target.own else target.etcd.revision() + 1
-            observer = Observer(target.info.etcd_endpoints[0], f"{ROOT}/", since, self._on_change,
-                                log=self._folder / "observer.log", access=target.cluster.here.etcd,
-                                on_gap=lambda first, last: self._log.write(Kind.GAP, first=first, last=last))
-            observing.callback(observer.close)
-            steps = _Steps(target, self._log)
-            for poll, every_s in ((steps.poll, _POLL_S), (_Events(target, self._log).poll, _POLL_S),
-                                  (self._sample_store, _SAMPLE_S), (self._sample_processes, _SAMPLE_S)):
-                observing.callback(_Poller(poll, every_s).close)
-            injector = self._injector()
-            injector.start()
-            try:
-                self._await_end(injector, steps)
-            finally:
-                injector.end()
-                injector.join(_END_S)
-                for what in undo_all(self._folder).failed:
-                    self._log.write(Kind.LEFTOVER, what=f"not undone: {what}")
+        """Returns when the run has ended, with what the last record of the log says of it. Where etcd is away by then,
+        only what etcd alone has is missing."""
+        target, problems = self._target, list[str]()
+        since = 1 if target.own else target.etcd.revision() + 1
+        observer = Observer(target.info.etcd_endpoints[0], f"{ROOT}/", since, self._on_change,
+                            log=self._folder / "observer.log", access=target.cluster.here.etcd,
+                            on_gap=lambda first, last: self._log.write(Kind.GAP, first=first, last=last))
+        steps = _Steps(target, self._log)
+        pollers = [_Poller(poll, every_s) for poll, every_s in (
+            (steps.poll, _POLL_S), (_Events(target, self._log).poll, _POLL_S),
+            (self._sample_store, _SAMPLE_S), (self._sample_processes, _SAMPLE_S))]
+        traffic, mark = list[Traffic](), None
+        try:
+            traffic += self._traffic()
+            self._inject(steps)
             if target.own and not self._over():
                 self._say("stopping the job")
-                target.cluster.stop_run()
+                with suppress(EtcdUnavailable):  # the job then ends with the cluster
+                    target.cluster.stop_run()
             self._await_alerts()
-            alerts = _answered(target.alerts) or []
-            return {"phase": _answered(self._phase) or "", "report": _answered(target.report) or {},
-                    "committed_steps": _answered(target.committed_steps),
-                    "alerts": [json.loads(alert.encode()) for alert in alerts]}
+            end = self._end()
+            if target.own and end["committed_steps"] is not None:
+                mark = _answered(lambda: target.reader.put(f"{target.keys.root}{_LAST_KEY}", b""), time.monotonic())
+        finally:
+            endings: list[Callable[[], None]] = [
+                *(partial(_end_traffic, each, mark) for each in traffic), *(poller.close for poller in pollers),
+                partial(_end_observer, observer, mark)]
+            for finish in endings:
+                try:
+                    finish()
+                except Exception as e:  # whatever it is, the rest is worth judging
+                    log.exception("at the end of the run")
+                    problems.append(e.message if isinstance(e, ElasticRLError) else f"{type(e).__name__}: {e}")
+        return {**end, "problems": problems, "revision": mark}
+
+    def _traffic(self) -> Iterator[Traffic]:
+        """What goes on on a cluster of the run's own: others may not have what it does to theirs."""
+        for n, name in enumerate(self._scenario.traffic if self._target.own else ()):
+            yield WORKLOADS[name].make(self._target, self._schedule.seed + n, self._log).start()
+
+    def _inject(self, steps: _Steps) -> None:
+        """Returns when the run is to end, with all undone that faults have left."""
+        injector = self._injector()
+        injector.start()
+        try:
+            self._await_end(injector, steps)
+        finally:
+            injector.end()
+            injector.join(_END_S)
+            for what in undo_all(self._folder).failed:
+                self._log.write(Kind.LEFTOVER, what=f"not undone: {what}")
+
+    def _end(self) -> dict[str, Any]:
+        target, until = self._target, time.monotonic() + _END_S
+        return {"phase": _answered(self._phase, until) or "", "report": _answered(target.report, until) or {},
+                "committed_steps": _answered(target.committed_steps, until),
+                "alerts": [json.loads(alert.encode()) for alert in _answered(target.alerts, until) or []]}
 
     def _injector(self) -> FaultInjector:
         target = self._target
@@ -322,9 +369,9 @@ class _Play:
         self._log.write(Kind.STORE, **self._sampler.store())
 
 
-def _answered(read: Callable[[], T]) -> T | None:
-    """What is read, once etcd answers; None where it is away for long: the rest is worth judging."""
-    until = time.monotonic() + _END_S
+def _answered(read: Callable[[], T], until: float) -> T | None:
+    """What is read, once etcd answers; None where it does not by then, of the monotonic clock: the rest is worth
+    judging."""
     while True:
         try:
             return read()
@@ -333,6 +380,23 @@ def _answered(read: Callable[[], T]) -> T | None:
                 log.warning("not read at the end of the run: %s", e)
                 return None
         time.sleep(_POLL_S)
+
+
+def _end_traffic(traffic: Traffic, mark: int | None) -> None:
+    """``mark``: revision of the last change of the run; None where it is not known."""
+    try:
+        if mark is not None and isinstance(traffic, Watcher):
+            traffic.await_revision(mark)
+    finally:
+        traffic.close()
+
+
+def _end_observer(observer: Observer, mark: int | None) -> None:
+    try:
+        if mark is not None:
+            observer.await_revision(mark)
+    finally:
+        observer.close()
 
 
 class _FaultRecords:
@@ -385,16 +449,19 @@ class _Events:
 
 class _Poller:
     """Calls a function again and again from a thread of its own, and once more at the end. What cannot be read now is
-    left out."""
+    left out; ``close`` raises any other error, which has ended it."""
 
     def __init__(self, poll: Callable[[], None], every_s: float) -> None:
         self._poll, self._every_s, self._closing = poll, every_s, threading.Event()
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="poller", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._closing.set()
         self._thread.join(_END_S)
+        if self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
         while True:
@@ -403,6 +470,9 @@ class _Poller:
                 self._poll()
             except (ElasticRLError, OSError) as e:
                 log.debug("not read: %s", e)
+            except BaseException as e:  # for whoever closes it
+                self._error = e
+                return
             if last:
                 return
             self._closing.wait(self._every_s)
@@ -422,4 +492,6 @@ def _reported(folder: Path) -> Outcome:
 
 def _outcome(folder: Path, judged: Judged) -> Outcome:
     wrong = [str(violation) for verdict in judged.verdicts for violation in verdict.violations]
-    return Outcome(folder, wrong, str((judged.run.end or {}).get("aborted") or ""))
+    kept, unseen = ([verdict.rule for verdict in judged.verdicts if verdict.state is state]
+                    for state in (State.KEPT, State.UNSEEN))
+    return Outcome(folder, wrong, str((judged.run.end or {}).get("aborted") or ""), kept, unseen)

@@ -13,6 +13,8 @@ from typing import Any
 from chaos_tests import growth
 from chaos_tests.faults.catalogue import WEIGHTS, Need, weights
 from chaos_tests.nemesis.schedule import Schedule, drawn, drawn_by_time
+from chaos_tests.validate.growth import FEWEST_STEPS
+from chaos_tests.validate.verdict import GROWTH
 
 
 class Tier(StrEnum):
@@ -63,6 +65,10 @@ class Scenario:
     """Steps that the run has to have done before its first fault: else nothing was under load."""
     baseline: bool = False
     """Whether the same job runs without faults first."""
+    traffic: Sequence[str] = ()
+    """What clients do meanwhile, by its names in ``traffic.workloads``."""
+    floor_answers: int = 0
+    """Answers that these clients have to have had: else the run says nothing of them."""
     tier: Tier = Tier.ONE_HOST
 
     def schedule(self, seed: int, *, steps: int = 0, minutes: float = 0.0, faults: int | None = None,
@@ -94,6 +100,23 @@ class Scenario:
         return max(1, count)
 
 
+_OF_ANY_RUN = ("I1", "I2", "I3", "I4", "I5", "I11")
+_OF_OWN_CLUSTER = ("I6", "I8", "I12", "I13", "I14", "I15")
+"""Of these a job may have no evidence that was begun before the run and goes on after it."""
+_OF_FAULTS, _OF_OWN_FAULTS = ("I10",), ("I9",)
+
+
+def must_see(schedule: Schedule, *, own: bool, compared: bool = False) -> list[str]:
+    """The rules that must not be unseen in a run of a schedule: else it is worth nothing. ``own``: whether it is on a
+    cluster of its own, whose job begins and ends with it, and whose alerts it receives. ``compared``: whether it is
+    deterministic and has a baseline."""
+    rules = [*_OF_ANY_RUN, *(_OF_OWN_CLUSTER if own else ()), *(_OF_FAULTS if schedule.strikes else ()),
+             *(_OF_OWN_FAULTS if own and schedule.strikes else ()), *(("I7",) if compared else ())]
+    if own and not schedule.strikes and schedule.steps >= FEWEST_STEPS:
+        rules.append(GROWTH)
+    return rules
+
+
 _SMALL: Mapping[str, Any] = {
     "rollout.engines": 1, "train.state_every_steps": 3, "train.prompts_per_step": 8, "train.group_size": 4,
     "train.updates_per_step": 1, "train.eval_every_steps": 1000, "sft.max_steps": 0, "data.options.operand_below": 30,
@@ -104,18 +127,22 @@ _ANY_SCHEDULE = ("engine_killed", "trainer_rank_killed", "trainer_rank_stopped",
                  "driver_killed", "coordinator_killed", "dcs_killed")
 """Faults of parts that a run waits for also where its groups are generated beside its steps."""
 
+_LIGHT = ("pools", "silences", "operations", "watches")
+"""Traffic that changes nothing that the job runs on."""
+
 SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("quick", "a small job and a few faults of any kind, in about five minutes", _SMALL, steps=60, count=4,
-             faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(3, 6, 20)),
+             faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(3, 6, 20), traffic=_LIGHT, floor_answers=40),
     Scenario("drawn", "a small job in which faults of any kind follow one another, some of them two at once", _SMALL,
-             steps=140, count=10, faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(2, 8, 30)),
+             steps=140, count=10, faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(2, 8, 30), traffic=_LIGHT,
+             floor_answers=80),
     Scenario("every", "a small job and every fault of one host, also those of single processes, of storage and of who "
              "has been replaced", _SMALL, steps=700, count=len(_EVERY), faults=_EVERY, steps_per_minute=60.0,
-             pace=Pace(3, 8, 30)),
+             pace=Pace(3, 8, 30), traffic=("silences", "watches"), floor_answers=100),  # a fault writes the pool
     # The length of a step's responses, and so the time of a step, depends on what the job has learned.
     Scenario("soak", "the quick start's job for 30 minutes with a fault every 28 seconds", {}, minutes=30.0, count=64,
              faults=WEIGHTS, steps_per_minute=60.0, pace=Pace(5, 6, 60), pace_s=Pace(30, 12, 120), overlap=3,
-             baseline=True),
+             baseline=True, traffic=_LIGHT, floor_answers=400),
     Scenario("growth", "no fault and many steps of a tiny job, in which nothing may grow with the steps",
              growth.SETTINGS, steps=20_000, steps_per_minute=150.0),
     Scenario("async", "a fully asynchronous job whose groups are generated beside its steps",

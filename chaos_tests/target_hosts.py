@@ -28,7 +28,7 @@ from chaos_tests.faults.catalogue import HOST_FAULTS
 from chaos_tests.nemesis.schedule import Schedule, Strike
 from chaos_tests.observation import observe
 from chaos_tests.traffic import driver_writes
-from chaos_tests.traffic.cluster_changes import ClusterClients, Target, model_of
+from chaos_tests.traffic.cluster_changes import ClusterClients, Target
 from chaos_tests.traffic.pool_changes import POOL
 from elastic_rl import config
 from elastic_rl.coordinator.alerts.state_machine import Alert
@@ -124,8 +124,8 @@ def cluster_of_hosts(say: Callable[[str], None], *, hosts: int = HOSTS, settings
         found = HostsCluster(
             made, cluster, info, etcd, context,
             Target({leader.replica: leader.url for leader in leaders}, cfg.job,
-                   {host.name: host.address for host in made.all()},
-                   {"Authorization": f"Bearer {info.token('operator')}"}, tls.trust(info.ca_file)))
+                   {"Authorization": f"Bearer {info.token('operator')}"}, tls.trust(info.ca_file),
+                   {host.name: host.address for host in made.all()}))
         found.await_whole()
         yield found
 
@@ -233,7 +233,7 @@ def _alerts(cluster: HostsCluster) -> list[Alert]:
 def _observed(cluster: HostsCluster, clients: ClusterClients, log: EventLog) -> None:
     """Writes what the clients were told, what the observer saw, and the product's own events."""
     for operation in clients.recorder.operations():
-        log.write(Kind.OPERATION, **asdict(operation), model=model_of(operation.key))
+        log.write(Kind.OPERATION, **asdict(operation))
     keys = Keys(cluster.job)
     last = f"{keys.root}zz-end"
     cluster.etcd.put(last, b"end")

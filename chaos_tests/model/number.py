@@ -33,6 +33,9 @@ class VersionedNumber:
     idempotency key was there already."""
 
     initial: State = UNSEEN
+    rewritten: bool = False
+    """Whether others write the number that is there again, which changes its revision: a driver that takes over does
+    so with the spec of a pool."""
 
     def step(self, state: State, operation: Operation) -> State | None:
         if operation.call == READ:
@@ -64,10 +67,11 @@ class VersionedNumber:
         told, revision = operation.result
         return State(value, revision, keys=keys) if told == value else None
 
-    @staticmethod
-    def _seen(state: State, value: int, revision: int) -> State | None:
+    def _seen(self, state: State, value: int, revision: int) -> State | None:
         if state.seen and value != state.value:
             return None
+        if state.exact and self.rewritten and revision > state.revision:
+            return State(value, revision, keys=state.keys)
         if state.exact:
             return state if revision == state.revision else None
         return State(value, revision, keys=state.keys) if revision > state.revision else None

@@ -11,7 +11,7 @@ from chaos_tests.history import Operation
 from chaos_tests.model.linearizability import check
 from chaos_tests.model.models import MODELS
 from chaos_tests.observation import observe
-from chaos_tests.validate import replays
+from chaos_tests.validate import judge
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 
@@ -24,8 +24,7 @@ def observed(etcd: EtcdClient, keys: Keys, since: int) -> list[Event]:
 
 
 def broken_rules(events: Iterable[Event]) -> list[str]:
-    seen = [*events]
-    return [str(violation) for _, checker in replays.CHECKERS for violation in checker(seen)]
+    return [str(violation) for violation in judge.broken(events)]
 
 
 def unexplained(history: Iterable[Operation]) -> list[str]:

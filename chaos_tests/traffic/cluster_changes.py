@@ -3,18 +3,20 @@ a pool, which hosts are cordoned and drained, restarts, and engines that are reg
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from chaos_tests.history import Operation, Recorder, Refused, Unknown
-from chaos_tests.model import created, linearizability, number
-from chaos_tests.model.created import CreatedOnce
+from chaos_tests.model import created, linearizability, models
+from chaos_tests.model.models import MODELS
 from chaos_tests.model.number import READ, WRITE, State, VersionedNumber
+from chaos_tests.model.operation import ABSENT
+from chaos_tests.model.operation import Call as OperationCall
 from chaos_tests.traffic.pool_changes import POOL, PoolCalls, refuse_unless, revision_of, send, with_observed
 from elastic_rl.coordinator.api_paths import host_path, job_path
 from elastic_rl.runtime.waiting import wait_until
@@ -25,6 +27,8 @@ _REGISTERED = 4
 """Engines that each client registers at most: a pool takes few."""
 _MOST_ENGINES = 6
 _ANSWERS_A_MOVE = 80
+_PAGE = 1000
+"""Most entries of a listing that the API gives at once."""
 USED, CORDONED, DRAINED = 0, 1, 2
 """What is wanted of a host, as a number; from DRAINED on each drain is another one, which its deadline tells apart."""
 _DRAIN_UNIT_S = 0.001
@@ -49,10 +53,10 @@ class Target:
 
     urls: Mapping[str, str]
     job: str
-    hosts: Mapping[str, str]
-    """Address of each host by its name."""
     headers: Mapping[str, str]
     verify: Any
+    hosts: Mapping[str, str] = field(default_factory=dict)
+    """Address of each host by its name, where clients change what is wanted of hosts."""
 
 
 class ClusterCalls:
@@ -60,14 +64,14 @@ class ClusterCalls:
 
     def __init__(self, target: Target, recorder: Recorder) -> None:
         self.target, self.recorder = target, recorder
-        self.pool = PoolCalls(recorder, target.headers, target.verify)
+        self.pool = PoolCalls(recorder, target.headers, target.verify, model=models.POOL)
 
     def job_url(self, replica: str) -> str:
         return self.target.urls[replica] + job_path(self.target.job)
 
     def want(self, replica: str, host: str, wanted: int, client: str, timeout_s: float = _CALL_S) -> bool:
         """Changes what is wanted of a host; returns whether that was accepted."""
-        with self.recorder.operation(client, host, WRITE, wanted) as answer:
+        with self.recorder.operation(client, host, WRITE, wanted, model=models.NUMBER) as answer:
             got = self._send("PATCH", self.target.urls[replica] + host_path(host), timeout_s,
                              json=_change_of_host(wanted))
             refuse_unless(got, 200)
@@ -75,7 +79,7 @@ class ClusterCalls:
         return answer.known
 
     def wanted(self, replica: str, host: str, client: str, timeout_s: float = _CALL_S) -> bool:
-        with self.recorder.operation(client, host, READ) as answer:
+        with self.recorder.operation(client, host, READ, model=models.NUMBER) as answer:
             got = self._read(self.target.urls[replica] + host_path(host), timeout_s)
             refuse_unless(got, 200)
             answer.is_([wanted_of_host(got.json()["spec"]), revision_of(got)])
@@ -83,21 +87,58 @@ class ClusterCalls:
 
     def create(self, replica: str, path: str, body: Mapping[str, Any], key: str, client: str) -> str:
         """Begins an operation; returns its id, "" where that is not known."""
-        with self.recorder.operation(client, f"key {key}", created.CREATE) as answer:
+        with self.recorder.operation(client, f"key {key}", OperationCall.CREATE, model=models.OPERATION) as answer:
             got = self._send("POST", f"{self.job_url(replica)}/{path}", _CALL_S, json=body,
                              headers={"Idempotency-Key": key})
             refuse_unless(got, 202)
             answer.is_(got.json()["id"])
         return str(answer.result or "")
 
-    def exists(self, replica: str, operation: str, key: str, client: str, timeout_s: float = _CALL_S) -> bool:
-        """Whether an operation is there; False also where no replica says so."""
-        with self.recorder.operation(client, f"key {key}", created.READ, operation) as answer:
+    def state(self, replica: str, operation: str, key: str, client: str, timeout_s: float = _CALL_S) -> str:
+        """State of an operation, or ABSENT; "" where no replica says it."""
+        with self.recorder.operation(client, f"key {key}", OperationCall.GET, operation, model=models.OPERATION
+                                     ) as answer:
             got = self._read(f"{self.job_url(replica)}/operations/{operation}", timeout_s)
             if got.status_code != 404:
                 refuse_unless(got, 200)
-            answer.is_(got.status_code == 200)
+            answer.is_(got.json()["state"] if got.status_code == 200 else ABSENT)
+        return str(answer.result or "")
+
+    def silence(self, replica: str, kind: str, seconds: float, key: str, client: str) -> str:
+        """Silences the alerts of a kind; returns the id of the silence, "" where that is not known."""
+        with self.recorder.operation(client, f"silence {key}", created.CREATE, model=models.CREATED) as answer:
+            got = self._send("POST", f"{self.job_url(replica)}/silences", _CALL_S, headers={"Idempotency-Key": key},
+                             json={"duration_s": seconds, "kind": kind})
+            refuse_unless(got, 201)
+            answer.is_(got.json()["id"])
+        return str(answer.result or "")
+
+    def silenced(self, replica: str, silence: str, key: str, client: str) -> bool:
+        """Whether a silence is listed; False also where no replica says so."""
+        with self.recorder.operation(client, f"silence {key}", created.READ, silence, model=models.CREATED) as answer:
+            got = self._read(f"{self.job_url(replica)}/silences?limit={_PAGE}", _CALL_S)
+            refuse_unless(got, 200)
+            answer.is_(silence in {each["id"] for each in got.json()["items"]})
         return bool(answer.result)
+
+    def end_silence(self, replica: str, silence: str, key: str, client: str) -> bool:
+        """Returns whether it was ended by this call. One that is not there may have been ended by this request too: a
+        coordinator sends it to etcd again where an answer is lost."""
+        with self.recorder.operation(client, f"silence {key}", created.DELETE, silence, model=models.CREATED) as answer:
+            got = self._send("DELETE", f"{self.job_url(replica)}/silences/{silence}", _CALL_S)
+            if got.status_code == 404:
+                raise Unknown
+            refuse_unless(got, got.status_code if got.is_success else 200)
+            answer.is_(None)
+        return answer.known
+
+    def ready_engine(self, replica: str) -> str:
+        """Id of an engine of the pool that is ready; "" where no replica says one."""
+        with contextlib.suppress(Refused):
+            got = self._read(f"{self.job_url(replica)}/engines?limit={_PAGE}", _CALL_S)
+            refuse_unless(got, 200)
+            return next((e["id"] for e in got.json()["items"] if e["pool"] == POOL and e["state"] == "ready"), "")
+        return ""
 
     def _send(self, method: str, url: str, timeout_s: float, **more: Any) -> Any:
         return send(method, url, timeout_s, self.target.headers, self.target.verify, **more)
@@ -129,7 +170,7 @@ class ClusterClients(ClusterCalls):
         wait_until(lambda: self.answered() >= goal, timeout_s=_MORE_S, poll_s=0.25,
                    what=f"{n} more answers of coordinators", alive=lambda: not any(w.done() for w in self._working))
 
-    @contextmanager
+    @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         with ThreadPoolExecutor(len(self.target.urls), thread_name_prefix="client") as threads:
             self._working = [threads.submit(self._work, replica, random.Random(self._seed + n))
@@ -185,7 +226,7 @@ class ClusterClients(ClusterCalls):
         if operation := found or again:
             with self._lock:
                 self._created[key] = operation
-            self.exists(replica, operation, key, replica)
+            self.state(replica, operation, key, replica)
 
     def last_reads(self) -> list[str]:
         """After all faults: every host is used again, and everything is read through each coordinator. Returns what
@@ -203,7 +244,7 @@ class ClusterClients(ClusterCalls):
                        if not self.wanted(replica, host, client, _LAST_CALL_S)]
             failed += [f"{replica} does not know operation {operation}, which was acknowledged"
                        for key, operation in self._created.items()
-                       if not self.exists(replica, operation, key, client, _LAST_CALL_S)]
+                       if self.state(replica, operation, key, client, _LAST_CALL_S) in ("", ABSENT)]
         return failed
 
 
@@ -214,7 +255,7 @@ def violations(history: Sequence[Operation], observed: Mapping[str, Mapping[int,
     for key in sorted({o.key for o in history}):
         of_key = [o for o in history if o.key == key]
         if key.startswith("key "):
-            found += linearizability.check(CreatedOnce(), of_key)
+            found += linearizability.check(MODELS[models.OPERATION].model, of_key)
         else:
             changes = observed[key]
             first = min(changes)
@@ -222,7 +263,3 @@ def violations(history: Sequence[Operation], observed: Mapping[str, Mapping[int,
             found += linearizability.check(model, with_observed(of_key, changes))
     return [str(violation) for violation in found]
 
-
-def model_of(key: str) -> str:
-    """Name of the sequential model of a key in a history of these clients."""
-    return created.__name__ if key.startswith("key ") else number.__name__

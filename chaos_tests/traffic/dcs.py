@@ -22,6 +22,7 @@ from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.part_writer import LocalArena, PartWriter
 from elastic_rl.dcs.publish.publisher import Publisher, commit
+from elastic_rl.dcs.security import Security
 from elastic_rl.errors import ElasticRLError, Fenced, OutcomeUnknown, VersionNotFound
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient
@@ -56,12 +57,13 @@ class SteppedPublisher:
     """Publishes step by step, and writes each step down: begin, seal, commit."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, epoch: int, name: str, recorder: Recorder, *, node: str,
-                 replicas: int = 1, staging_ttl_s: int = 2, io_timeout_s: float = 10.0) -> None:
+                 replicas: int = 1, staging_ttl_s: int = 2, io_timeout_s: float = 10.0,
+                 security: Security | None = None) -> None:
         self._name, self._epoch, self._recorder = name, epoch, recorder
         self._publisher = Publisher(etcd, keys, STREAM, epoch=epoch, owner=name, chunk_bytes=CHUNK_BYTES,
                                     replicas=replicas, staging_ttl_s=staging_ttl_s, io_timeout_s=io_timeout_s,
-                                    node=node)
-        self._client = DcsClient(etcd, keys, io_timeout_s=io_timeout_s, node=node)
+                                    node=node, security=security)
+        self._client = DcsClient(etcd, keys, io_timeout_s=io_timeout_s, node=node, security=security)
         self._arena = LocalArena(self._client)
 
     def publish(self, seed: int) -> int:

@@ -13,7 +13,7 @@ import httpx
 from chaos_tests.history import Operation, Recorder, Refused, Unknown
 from chaos_tests.model.linearizability import Violation, check
 from chaos_tests.model.number import READ, WRITE, State, VersionedNumber
-from chaos_tests.validate.leadership import Verdict
+from chaos_tests.validate.leadership import Led
 from elastic_rl.net import http_client
 from elastic_rl.runtime.waiting import wait_until
 
@@ -35,14 +35,15 @@ class Written:
 class PoolCalls:
     """Single calls, which write the history."""
 
-    def __init__(self, recorder: Recorder, headers: Mapping[str, str], verify: Any = None) -> None:
-        """``headers``: of each request; those of an operator. ``verify``: what trusts the replicas, as httpx has it."""
-        self.recorder, self._headers, self._verify = recorder, headers, verify
+    def __init__(self, recorder: Recorder, headers: Mapping[str, str], verify: Any = None, *, model: str = "") -> None:
+        """``headers``: of each request; those of an operator. ``verify``: what trusts the replicas, as httpx has it.
+        ``model``: name of the model that judges the history."""
+        self.recorder, self._headers, self._verify, self._model = recorder, headers, verify, model
 
     def patch(self, url: str, desired: int, *, client: str = "", timeout_s: float = 2.0) -> Written:
         """One change, through the replica with this URL of the job."""
         written = Written(url, 0, desired, 0)
-        with self.recorder.operation(client or url, POOL, WRITE, desired) as answer:
+        with self.recorder.operation(client or url, POOL, WRITE, desired, model=self._model) as answer:
             got = self._send("PATCH", f"{url}/pools/{POOL}", timeout_s, json={"desired": desired})
             written = Written(url, got.status_code, desired, revision_of(got))
             refuse_unless(got, 200)
@@ -51,7 +52,7 @@ class PoolCalls:
 
     def read(self, url: str, *, client: str = "", timeout_s: float = 2.0) -> bool:
         """Returns whether there was an answer."""
-        with self.recorder.operation(client or url, POOL, READ) as answer:
+        with self.recorder.operation(client or url, POOL, READ, model=self._model) as answer:
             try:
                 got = self._send("GET", f"{url}/pools/{POOL}", timeout_s)
             except Unknown:
@@ -140,7 +141,7 @@ def revision_of(answer: httpx.Response) -> int:
     return int(answer.headers.get("etag", '"0"').strip('"'))
 
 
-def lost(writes: Iterable[Written], verdict: Verdict) -> list[Written]:
+def lost(writes: Iterable[Written], led: Led) -> list[Written]:
     """The writes that were acknowledged and are not in the store: the acknowledged revision did not set this number. (A
     write of the number that was there already changes nothing and names the revision that had set it.)"""
-    return [w for w in writes if w.status == 200 and verdict.desired.get(w.revision) != w.desired]
+    return [w for w in writes if w.status == 200 and led.desired.get(w.revision) != w.desired]

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.validate.store import STATUS, split, value_of
+from chaos_tests.validate.replay import Transaction, below, is_job
 from chaos_tests.validate.training import same_weights
-from chaos_tests.validate.verdict import OWN_TARGETS, RUN, Fold
+from chaos_tests.validate.verdict import OWN_TARGETS, RUN, Checker
 from elastic_rl.coordinator.alerts.state_machine import Phase
 from elastic_rl.etcd import event_kinds
+from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Severity
 
 FLOOR_STEPS = 2
@@ -25,10 +26,20 @@ AFTER_S = 60.0
 """Consequences of a fault come so long after its recovery at most: leases end, and alerts have a hold."""
 _SILENT_S = 120.0
 """A job that makes no step for so long during a fault has to say what it waits for."""
+_SAID_S = 10.0
+"""Words that come closer to one another count once."""
 _NOT_OF_FAULTS = ("eval.", "responses.", "reward.", "generate.", "filter.", "train.", "job.", "alerts.", "operation.",
                   "restart.requested", "pool.scaling", "samples.")
 """Begins of the kinds of alerts that are about what is trained, or what an operator asked for."""
 _KILLED = "was sent SIGKILL"
+_NOTICE_S = 60.0
+"""Longest from an alert's begin to its notice: receivers take so many a minute."""
+_FIRST_S = 5.0
+"""The same of the first one."""
+_STATUS, _ALERTS = below(Keys("j").job_status()), below(Keys("j").alerts_prefix())
+COMPARED_SHARE = 0.8
+"""Least share of the steps on the newest weights that have to compare log-probs, where no more are missing than there
+were faults: what a step has measured is lost with the loop that did it."""
 
 
 def began(fault: Event) -> float:
@@ -58,7 +69,7 @@ def ended(fault: Event) -> float:
     return float(fault["healed_at"]) if fault.get("healed_at") is not None else math.inf
 
 
-class FaultFold(Fold):
+class FaultChecker(Checker):
     """Has the faults at the end."""
 
     reads: ClassVar[frozenset[Kind]] = frozenset({Kind.FAULT})
@@ -83,26 +94,41 @@ class FaultFold(Fold):
 
 
 # -- what makes a run worth nothing ------------------------------------------------------------------------------------
-class WorthSomething(FaultFold):
-    """The run went as it was planned, under load, and was watched."""
+class WorthSomething(FaultChecker):
+    """The run went as it was planned, under load, and was watched: the log has all that was written to it, and what
+    the job's steps have measured."""
 
     rule = RUN
-    reads = frozenset({Kind.FAULT, Kind.STEP, Kind.OPERATION})
+    reads = frozenset(Kind)
+    keys = ("",)
     lacks = "the log has no first record"
 
     def __init__(self) -> None:
         super().__init__()
         self._steps = list[tuple[float, int]]()
         """When each step was done first."""
-        self._known, self._compared, self._answers = set[int](), 0, 0
+        self._newest_step, self._compared, self._comparable, self._answers = 0, 0, 0, 0
+        self._records = Counter[str]()
+
+    def transaction(self, found: Transaction) -> None:
+        self._records[Kind.CHANGE] += len(found.steps)
+
+    def gap(self, first: int, last: int) -> None:
+        self._records[Kind.GAP] += 1
+
+    def see(self, event: Event) -> None:
+        self._records[event["kind"]] += 1
+        super().see(event)
 
     def other(self, event: Event) -> None:
         if event["kind"] == Kind.OPERATION:
             self._answers += event.get("ended_s") is not None
+        if event["kind"] != Kind.STEP:
             return
         self._compared += same_weights(event)
-        if event["step"] not in self._known:
-            self._known.add(event["step"])
+        self._comparable += event.get("staleness") == 0
+        if event["step"] > self._newest_step:
+            self._newest_step = int(event["step"])
             self._steps.append((float(event["at"]), int(event["step"])))
 
     def finish(self, end: Event | None) -> None:
@@ -111,10 +137,18 @@ class WorthSomething(FaultFold):
             self.violated("the log has no end: its writer was killed, or the run goes on")
         elif end.get("aborted"):
             self.violated(f"it was aborted: {end['aborted']}", end)
+        for problem in (end or {}).get("problems") or ():
+            self.violated(f"the suite itself has failed: {problem}", end or {})
+        missing = Counter((end or {}).get("records") or {}) - self._records
+        for kind, count in sorted(missing.items()):
+            self.violated(f"{count} records of {kind} are missing, of those that were written")
         self._planned()
         self._floor()
-        if self._steps and not self._compared:
-            self.violated("no step compares the log-probs of engines with those of the trainer")
+        missing_comparisons = self._comparable - self._compared
+        if self._comparable and (not self._compared or missing_comparisons > max(
+                (1.0 - COMPARED_SHARE) * self._comparable, len(self.happened))):
+            self.violated(f"{self._compared} of {self._comparable} steps on the newest weights compare the log-probs "
+                          f"of engines with those of the trainer, below {COMPARED_SHARE:.0%}")
 
     def _planned(self) -> None:
         planned = Counter(str(name) for strike in (self.run.get("schedule") or {}).get("strikes") or ()
@@ -152,7 +186,7 @@ class WorthSomething(FaultFold):
 
 
 # -- I10, I11 ----------------------------------------------------------------------------------------------------------
-class Recoveries(FaultFold):
+class Recoveries(FaultChecker):
     """Each fault that happened was detected, and then healed."""
 
     rule = "I10"
@@ -175,12 +209,13 @@ class Recoveries(FaultFold):
         return f"{healed} of {len(self.happened)} faults healed" if self.happened else ""
 
 
-class SaidWhatItWaitsFor(FaultFold):
+class SaidWhatItWaitsFor(FaultChecker):
     """A job that makes no step for long during a fault says what it waits for; and the crash-loop rule ends no run that
     its faults did not end."""
 
     rule = "I11"
-    reads = frozenset({Kind.FAULT, Kind.STEP, Kind.CHANGE, Kind.EVENT})
+    reads = frozenset({Kind.FAULT, Kind.STEP, Kind.EVENT})
+    keys = (_STATUS,)
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,11 +228,13 @@ class SaidWhatItWaitsFor(FaultFold):
             if self._last and at - self._last > _SILENT_S:
                 self._gaps.append((self._last, at))
             self._last = max(self._last, at)
-        elif event["kind"] == Kind.EVENT:
-            if event["name"] == event_kinds.RUN_CRASH_LOOP.name:
-                self.violated(f"the crash-loop rule has ended the run: {event['message']}", event)
-        elif split(event["key"])[1] == STATUS and value_of(event).get("waiting_for"):
-            self._said.append(float(event["at"]))
+        elif event["kind"] == Kind.EVENT and event["name"] == event_kinds.RUN_CRASH_LOOP.name:
+            self.violated(f"the crash-loop rule has ended the run: {event['message']}", event)
+
+    def transaction(self, found: Transaction) -> None:
+        if any(step.name == _STATUS and is_job(step) and step.new.get("waiting_for") for step in found.steps) and not (
+                self._said and found.at - self._said[-1] < _SAID_S):
+            self._said.append(found.at)
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
@@ -218,7 +255,7 @@ class SaidWhatItWaitsFor(FaultFold):
 
 
 # -- I8 ----------------------------------------------------------------------------------------------------------------
-class Leftovers(Fold):
+class Leftovers(Checker):
     rule = "I8"
     reads = frozenset({Kind.LEFTOVER})
     lacks = "the cluster was not taken down within the log"
@@ -244,33 +281,46 @@ class _Seen:
     alert: Event
     """Its record."""
     fired: bool = False
+    silenced: bool = False
+    """Whether its notices were held back at any time."""
     proofs: list[Event] = field(default_factory=list)
 
 
-class Alerts(FaultFold):
+class Alerts(FaultChecker):
     """Each fault gives one alert, which ends with it, and receivers get the begin and the end of each alert once."""
 
     rule = "I9"
-    reads = frozenset({Kind.FAULT, Kind.CHANGE, Kind.NOTIFICATION})
-    lacks = "no fault was injected, or no alert fired and none was notified"
+    reads = frozenset({Kind.FAULT, Kind.NOTIFICATION})
+    keys = ("",)
+    lacks = "no fault was injected, and no alert fired"
 
     def __init__(self) -> None:
         super().__init__()
         self._alerts = dict[str, _Seen]()
         self._notices = dict[tuple[str, str], list[Event]]()
+        self._gaps, self._at = False, 0.0
 
     def other(self, event: Event) -> None:
         if event["kind"] == Kind.NOTIFICATION:
             self._notices.setdefault((str(event["key"]), str(event["phase"])), []).append(event)
-            return
-        _, rest = split(event["key"])
-        if not rest.startswith("alerts/") or not (record := value_of(event)).get("id"):
-            return
-        seen = self._alerts.setdefault(str(record["id"]), _Seen(record))
-        seen.alert = record
-        if record.get("phase") == Phase.FIRING and not seen.fired:
-            seen.fired = True
-            seen.proofs.append(event)
+
+    def gap(self, first: int, last: int) -> None:
+        self._gaps = True
+
+    def transaction(self, found: Transaction) -> None:
+        self._at = found.at
+        for step in found.steps:
+            if not step.name.startswith(_ALERTS) or not is_job(step):
+                continue
+            record = step.new
+            if not record.get("id") or record.get("phase") == Phase.PENDING:
+                continue
+            seen = self._alerts.setdefault(str(record["id"]), _Seen(record))
+            seen.alert = record
+            seen.silenced = seen.silenced or bool(record.get("silenced_by") or record.get("suppressed"))
+            if not seen.fired:
+                seen.fired = record.get("phase") == Phase.FIRING
+                seen.proofs = [step.event] if seen.fired else []
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
@@ -304,27 +354,58 @@ class Alerts(FaultFold):
                 self.violated(f"the begin of the alert {notices[0]['alert']} of {notices[0]['subject']} was notified, "
                               "and not its end", *notices)
 
+        self._begins_notified(end)
+
+    def _begins_notified(self, end: Event | None) -> None:
+        """Each alert that fired was notified, but for those that fired when the run was about to end. The notices are
+        written to the log with its end."""
+        if end is None or not self._has_receivers:
+            return
+        missed, due = list[_Seen](), 0
+        for key, seen in self._alerts.items():
+            if seen.fired and not seen.silenced and float(seen.alert.get("fired_at") or 0.0) <= self._at - _FIRST_S:
+                due += 1
+                missed += [] if self._notified(key, seen.alert) else [seen]
+        if missed and len(missed) == due:
+            self.violated(f"{due} alerts fired, and no receiver got a notice", *missed[0].proofs)
+            return
+        for seen in missed:
+            if float(seen.alert.get("fired_at") or 0.0) > self._at - _NOTICE_S:
+                continue
+            self.violated(f"the alert {seen.alert['kind']} of {seen.alert['subject']} has fired, and no receiver got a "
+                          "notice of its begin", *seen.proofs)
+
+    def _notified(self, key: str, alert: Event) -> bool:
+        """By the run's own receiver; by the record of the alert where the receivers are those of a job of others."""
+        if self.run.get("target") in OWN_TARGETS:
+            return (key, Phase.FIRING) in self._notices
+        return any(str(entry).startswith(f"{Phase.FIRING}:") for entry in alert.get("notified") or ())
+
     def _per_fault(self) -> None:
         of = dict[int, list[_Seen]]()
         for seen in self._alerts.values():
-            fault = fault_of(seen.alert, self.happened) if seen.fired and of_fault(seen.alert) else None
+            if not seen.fired or not of_fault(seen.alert):
+                continue
+            fault = fault_of(seen.alert, self.happened)
             if fault is not None:
                 of.setdefault(id(fault), []).append(seen)
+            elif fault_of(seen.alert, self._tried) is None:
+                self.violated(f"{seen.alert['kind']} of {seen.alert['subject']} fired while no fault was under way",
+                              *seen.proofs)
         for fault in self.happened:
             alerts, named = of.get(id(fault), []), f"{fault['name']} of {fault.get('target')}"
             if len(alerts) > victims(fault):
                 kinds = ", ".join(f"{seen.alert['kind']} of {seen.alert['subject']}" for seen in alerts)
                 self.violated(f"{named} gave {len(alerts)} alerts: {kinds}", fault,
                               *(proof for seen in alerts for proof in seen.proofs))
-            elif not alerts and _KILLED in str(fault["witness"]) and (self._alerts or self._has_receivers):
+            elif not alerts and _KILLED in str(fault["witness"]) and not self._gaps and (
+                    self._alerts or self._has_receivers):
                 self.violated(f"{named} gave no alert", fault)
-        fired = [seen for seen in self._alerts.values() if seen.fired and of_fault(seen.alert)]
-        if fired and not self._notices and self._has_receivers:
-            self.violated(f"{len(fired)} alerts fired, and no receiver got a notice", *fired[0].proofs)
-        if not self.faults and not (self.run.get("schedule") or {}).get("strikes"):
-            for seen in fired:
-                self.violated(f"{seen.alert['kind']} of {seen.alert['subject']} fired in a run without faults",
-                              *seen.proofs)
+
+    @property
+    def _tried(self) -> list[Event]:
+        """Faults that were begun, whether or not they were seen to happen."""
+        return [fault for fault in self.faults if fault.get("injected_at") is not None]
 
     @property
     def _has_receivers(self) -> bool:
@@ -332,7 +413,7 @@ class Alerts(FaultFold):
 
     def evidence(self) -> str:
         fired = sum(seen.fired and of_fault(seen.alert) for seen in self._alerts.values())
-        if not self.happened or not (fired or self._notices):
+        if not fired and not (self.happened and self._has_receivers):
             return ""
         return (f"{sum(map(victims, self.happened))} parts struck by {len(self.happened)} faults, {fired} alerts "
                 f"fired, {sum(map(len, self._notices.values()))} notices received")
@@ -348,7 +429,7 @@ _SLOWNESS = ("busy_cores", "_slow", "_late", "_lossy")
 
 
 # -- I14 ---------------------------------------------------------------------------------------------------------------
-class SlowWork(FaultFold):
+class SlowWork(FaultChecker):
     """No fault is found, and nothing is restarted, where none was injected."""
 
     rule = "I14"
@@ -377,3 +458,6 @@ class SlowWork(FaultFold):
     def evidence(self) -> str:
         return f"{self._events} events, of which {len(self._found)} are of faults" if self._events else ""
 
+
+CHECKERS: tuple[type[Checker], ...] = (
+    WorthSomething, Recoveries, SaidWhatItWaitsFor, Leftovers, Alerts, SlowWork)

@@ -1,102 +1,135 @@
 """I1 of the fencing tokens: epochs, generations of drivers and assignments, terms, formations and restarts only grow,
-and what names one was written while it was the present one. Replay checks of what etcd held."""
+and what names one was written while it was the present one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
-from chaos_tests.event_log import Event
-from chaos_tests.validate.replay import Checker, below, replay
-from chaos_tests.validate.verdict import Violation
+from chaos_tests.validate.replay import Transaction, below
+from chaos_tests.validate.verdict import Checker
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 
 _JOB, _CLUSTER = Keys("j"), ClusterKeys("c")
-_NUMBERED = (below(_JOB.epoch()), below(_JOB.driver()), below(_JOB.actor_term()))
-_EPOCH = below(_JOB.epoch())
+_EPOCH, _LEADERSHIP = below(_JOB.epoch()), below(_JOB.leadership())
+_NUMBERED = (_EPOCH, below(_JOB.driver()), below(_JOB.actor_term()))
 _FORMATIONS, _RESTARTS = below(_JOB.formation("")), below(_JOB.restarts_prefix())
 _ASSIGNMENTS, _RUN_STATUSES = below(_CLUSTER.assignments_prefix()), below(_CLUSTER.run_statuses_prefix())
 
 
-def tokens(events: Iterable[Event]) -> Iterator[Violation]:
-    """The epoch, the driver's generation and the actor's term count up by one with each put, over the whole run."""
-    last = dict[str, int]()
-    for found in replay(events, lambda key: below(key) in _NUMBERED):
+class Tokens(Checker):
+    """The epoch, the driver's generation and the actor's term count up by one with each put, over the whole run, and
+    the term of the leadership grows. They are deleted with their job alone."""
+
+    rule = "I1"
+    keys = (*_NUMBERED, _LEADERSHIP)
+    judges = "fencing tokens"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = dict[str, int]()
+
+    def transaction(self, found: Transaction) -> None:
         for step in found.steps:
-            key, before = step.change.key, last.get(step.change.key)
-            if not step.change.put:  # with the job: its keys are deleted together
-                last.pop(key, None)
+            if step.name not in _NUMBERED and step.name != _LEADERSHIP:
                 continue
-            if (number := step.new.get("number")) is None:
+            key, before = step.key, self._last.get(step.key)
+            if not step.put:
+                if any(step.scope + name in found.after.present for name in self.keys) and not found.ended(step.scope):
+                    self.violated(f"{step.at()} was deleted: its numbers begin again", step.event)
+                self._last.pop(key, None)
                 continue
-            if before is not None and step.before is None and not step.created:  # after a gap
-                if number <= before:
-                    yield Violation("I1", f"{step.at()} is {number} after {before}")
+            number = step.new.get("term" if step.name == _LEADERSHIP else "number")
+            if not isinstance(number, int):
+                continue
+            self.judged += 1
+            if step.name == _LEADERSHIP or step.past_unseen:  # the numbers between are those of others, or unseen
+                if number < (before or 0) or number == before and step.past_unseen and step.name != _LEADERSHIP:
+                    self.violated(f"{step.at()} is {number} after {before}", step.event)
             elif before is not None and number != before + 1:
-                yield Violation("I1", f"{step.at()} is {number} after {before}")
+                self.violated(f"{step.at()} is {number} after {before}", step.event)
             elif before is None and step.created and number != 1:
-                yield Violation("I1", f"{step.at()} begins with {number}")
-            last[key] = number
+                self.violated(f"{step.at()} begins with {number}", step.event)
+            self._last[key] = max(number, before or 0)
 
 
-def formations(events: Iterable[Event]) -> Iterator[Violation]:
+class Formations(Checker):
     """A trainer group's formation is of the present epoch, and no formation is deleted while its job is there: its
     number is the version of its key."""
-    for found in replay(events, lambda key: below(key) == _EPOCH or below(key).startswith(_FORMATIONS)):
+
+    rule = "I1"
+    keys = (_FORMATIONS,)
+    judges = "formations of trainers"
+
+    def transaction(self, found: Transaction) -> None:
         for step in found.steps:
             if not step.name.startswith(_FORMATIONS):
                 continue
             epoch = found.before(step.scope + _EPOCH).get("number")
-            if not step.change.put:
+            self.judged += 1
+            if not step.put:
                 if found.after.get(step.scope + _EPOCH):
-                    yield Violation("I1", f"{step.at()} was deleted, so that its numbers are given out again")
+                    self.violated(f"{step.at()} was deleted, so that its numbers are given out again", step.event)
             elif epoch is not None and step.new and step.new["epoch"] != epoch:
-                yield Violation("I1", f"{step.at()} of epoch {step.new['epoch']} was written in epoch {epoch}")
+                self.violated(f"{step.at()} of epoch {step.new['epoch']} was written in epoch {epoch}", step.event)
 
 
-def restarts(events: Iterable[Event]) -> Iterator[Violation]:
+class Restarts(Checker):
     """Each restart request of a target has the next number; what was carried out stays so, and none is carried out that
     was not requested."""
-    for found in replay(events, lambda key: below(key).startswith(_RESTARTS)):
+
+    rule = "I1"
+    keys = (_RESTARTS,)
+    judges = "requests of restarts"
+
+    def transaction(self, found: Transaction) -> None:
         for step in found.steps:
-            old, new = step.old, step.new
-            if not new:
+            if not step.name.startswith(_RESTARTS) or not step.new:
                 continue
-            if new.get("observed_generation", 0) > new["generation"]:
-                yield Violation("I1", f"{step.at()}: request {new['observed_generation']} of {new['generation']} was "
-                                      "carried out")
-            if old and not 0 <= new["generation"] - old["generation"] <= 1:
-                yield Violation("I1", f"{step.at()} went from request {old['generation']} to {new['generation']}")
-            if old and new.get("observed_generation", 0) < old.get("observed_generation", 0):
-                yield Violation("I1", f"{step.at()}: request {old['observed_generation']} is open again")
+            old, new = step.old, step.new
+            done, done_before = (record.get("observed_generation", 0) for record in (new, old))
+            self.judged += 1
+            if done > new["generation"]:
+                self.violated(f"{step.at()}: request {done} of {new['generation']} was carried out", step.event)
+            elif old and not 0 <= new["generation"] - old["generation"] <= 1:
+                self.violated(f"{step.at()} went from request {old['generation']} to {new['generation']}", step.event)
+            elif old and done < done_before:
+                self.violated(f"{step.at()}: request {done_before} is open again", step.event)
 
 
-def assignments(events: Iterable[Event]) -> Iterator[Violation]:
+class Assignments(Checker):
     """A singleton has one key, whose version is its generation: the key is never deleted, or a generation would be
     given out twice. The run's status is written by the holder of the present generation alone."""
-    generation = dict[str, int]()
-    for found in replay(events, lambda key: below(key).startswith((_ASSIGNMENTS, _RUN_STATUSES))):
-        if found.after_gap:
-            generation.clear()
-        before = dict(generation)
+
+    rule = "I1"
+    keys = (_ASSIGNMENTS, _RUN_STATUSES)
+    judges = "assignments, and statuses of runs of known ones"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generation = dict[str, int]()
+
+    def gap(self, first: int, last: int) -> None:
+        self._generation.clear()
+
+    def transaction(self, found: Transaction) -> None:
+        before = dict(self._generation)
         for step in found.steps:
-            key = step.change.key
-            if step.name.startswith(_ASSIGNMENTS):
-                if not step.change.put:
-                    yield Violation("I1", f"{step.at()} was deleted, so that its generations are given out again")
-                    generation.pop(key, None)
-                elif step.created:
-                    generation[key] = 1
-                elif step.before is not None and key in generation:
-                    generation[key] += 1
-                else:  # its past is unseen, and with it its generation
-                    generation.pop(key, None)
+            if not step.name.startswith(_ASSIGNMENTS):
+                continue
+            self.judged += 1
+            if not step.put:
+                self.violated(f"{step.at()} was deleted, so that its generations are given out again", step.event)
+                self._generation.pop(step.key, None)
+            elif step.created:
+                self._generation[step.key] = 1
+            elif step.before is not None and step.key in self._generation:
+                self._generation[step.key] += 1
+            else:  # its past is unseen, and with it its generation
+                self._generation.pop(step.key, None)
         for step in found.steps:
             if step.name.startswith(_RUN_STATUSES) and (written := step.new.get("generation", 0)):
-                job = step.name.removeprefix(_RUN_STATUSES)
-                now = before.get(f"{step.scope}{_ASSIGNMENTS}driver/{job}")
+                now = before.get(f"{step.scope}{_ASSIGNMENTS}driver/{step.name.removeprefix(_RUN_STATUSES)}")
+                self.judged += now is not None
                 if now is not None and written != now:
-                    yield Violation("I1", f"{step.at()} was written under generation {written} in generation {now}")
+                    self.violated(f"{step.at()} was written under generation {written} in generation {now}", step.event)
 
 
-CHECKERS: tuple[tuple[str, Checker], ...] = (
-    ("I1", tokens), ("I1", formations), ("I1", restarts), ("I1", assignments))
+CHECKERS: tuple[type[Checker], ...] = (Tokens, Formations, Restarts, Assignments)

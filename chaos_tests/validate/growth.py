@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.growth.check import Trend, trends
-from chaos_tests.validate.verdict import GROWTH, Fold
+from chaos_tests.validate.verdict import GROWTH, Checker
 
 FEWEST_STEPS = 5_000
 """In a shorter run caches, and what etcd keeps of the newest steps and events, still fill."""
 
 
-class NothingGrows(Fold):
+class NothingGrows(Checker):
     """Judges a run without faults: after one, processes begin again."""
 
     rule = GROWTH
@@ -42,3 +42,6 @@ class NothingGrows(Fold):
             return ""
         told = sum(trend.resolved for trend in self._trends)
         return f"{len(self._trends)} series over {self._steps:,} steps, of {told} of which it was long enough to tell"
+
+
+CHECKERS: tuple[type[Checker], ...] = (NothingGrows,)

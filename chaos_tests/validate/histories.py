@@ -1,41 +1,80 @@
-"""Checker of what clients were told: their histories against sequential models, by key."""
+"""Checkers of what clients were told: their histories against sequential models, by key."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from dataclasses import asdict
 from typing import Any
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.history import Operation
 from chaos_tests.model import linearizability
 from chaos_tests.model.models import MODELS
-from chaos_tests.validate.verdict import RUN, Violation
+from chaos_tests.validate.verdict import RUN, Checker
 
 _FIELDS = ("client", "key", "call", "argument", "began_s", "ended_s", "result")
 
 
-def unexplained(events: Iterable[Event]) -> Iterator[Violation]:
-    """Keys whose operations cannot have happened in any order, by the rule of their model."""
-    by_model = dict[str, list[Event]]()
-    for event in events:
-        if event["kind"] == Kind.OPERATION and event.get("model"):
-            by_model.setdefault(str(event["model"]), []).append(event)
-    for name, records in sorted(by_model.items()):
-        if name not in MODELS:
-            yield Violation(RUN, f"no model is called {name!r}: {len(records)} operations are not judged")
-            continue
-        judge = MODELS[name]
-        # Operations on different keys do not depend on one another, and a key may be that of several models.
-        history = [Operation(**{field: _hashable(record.get(field)) for field in _FIELDS}) for record in records]
-        try:
-            for violation in linearizability.check(judge.model, history):
-                stuck = {(o.client, o.began_s) for o in violation.stuck}
-                yield Violation(judge.rule, str(violation), tuple(
-                    record for record in records if (record["client"], record["began_s"]) in stuck))
-        except linearizability.Undecided as e:
-            yield Violation(RUN, f"the history of {name} is not decided: {e}")
+class Histories(Checker):
+    """No key has operations that cannot have happened in any order, by the rule of their model."""
+
+    reads = frozenset({Kind.OPERATION})
+    lacks = "the log has no operations of clients"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_model = defaultdict[str, list[Operation]](list)
+
+    def see(self, event: Event) -> None:
+        name = str(event.get("model") or "")
+        if name in MODELS and MODELS[name].rule == self.rule:
+            self.judged += 1
+            self._by_model[name].append(Operation(**{name: _hashable(event.get(name)) for name in _FIELDS}))
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        for name, history in sorted(self._by_model.items()):
+            try:
+                # Operations on different keys do not depend on one another, and a key may be that of several models.
+                for violation in linearizability.check(MODELS[name].model, history):
+                    self.violated(str(violation), *({"kind": Kind.OPERATION.value, "model": name, **asdict(operation)}
+                                                    for operation in violation.stuck))
+            except linearizability.Undecided as e:
+                self.violated(f"the history of {name} is not decided: {e}", rule=RUN)
+
+    def evidence(self) -> str:
+        return f"{self.judged:,} operations of clients, by {', '.join(sorted(self._by_model))}" if self.judged else ""
+
+
+def _of_rule(name: str) -> type[Histories]:
+    return type(f"HistoriesOf{name}", (Histories,), {"rule": name, "__doc__": Histories.__doc__})
+
+
+class KnownModels(Checker):
+    """Each operation names a model that judges it."""
+
+    rule = RUN
+    reads = frozenset({Kind.OPERATION})
+    lacks = Histories.lacks
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unknown = defaultdict[str, int](int)
+
+    def see(self, event: Event) -> None:
+        if (name := event.get("model")) and name not in MODELS:
+            self._unknown[str(name)] += 1
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        for name, count in sorted(self._unknown.items()):
+            self.violated(f"no model is called {name!r}: {count} operations are not judged")
 
 
 def _hashable(value: Any) -> Any:
     """What JSON has made a list was a tuple, or may be one: models keep arguments and results in their states."""
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+CHECKERS: tuple[type[Checker], ...] = (
+    KnownModels, *(_of_rule(rule) for rule in sorted({model.rule for model in MODELS.values()})))

@@ -1,96 +1,107 @@
 """The verdict on every rule over one event log, and the registry of the checkers that it comes from. Pure.
 
-A new checker is a ``Fold`` in ``FOLDS``, or a function of all records in ``REPLAYS``.
+A new checker is a class in ``CHECKERS`` of its module.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.validate import faults, growth, replays, store, training, watches
-from chaos_tests.validate.histories import unexplained
-from chaos_tests.validate.verdict import MOST_SHOWN, RULES, RUN, Fold, Replay, State, Verdict, Violation
+from chaos_tests.validate import (
+    faults,
+    fencing,
+    groups,
+    growth,
+    histories,
+    leadership,
+    lifecycles,
+    running,
+    training,
+    versions,
+    watches,
+)
+from chaos_tests.validate.replay import Replay
+from chaos_tests.validate.verdict import MOST_SHOWN, RULES, RUN, Checker, State, Verdict, Violation
 
-FOLDS: Sequence[type[Fold]] = (
-    faults.WorthSomething, store.FencingNumbers, store.CompleteVersions, store.VersionNumbers,
-    training.CommittedVersions, training.TrueWeights, training.NamedVersions, training.TrainedOnce, store.PoolSizes,
-    training.SameAsBaseline, faults.Leftovers, faults.Alerts, faults.Recoveries, store.EndedOperations,
-    training.WholeRun, faults.SaidWhatItWaitsFor, store.Singletons, store.Decisions, faults.SlowWork,
-    store.KeptAfterStop, growth.NothingGrows)
-REPLAYS: Sequence[Replay] = (
-    Replay(("I1",), Kind.CHANGE, store.stale_leaders, "the election replayed"),
-    Replay(("I1", "I3", "I10"), Kind.OPERATION, unexplained, "histories of clients against their models"),
-    *(Replay((rule,), Kind.WATCH if checker is watches.watches else Kind.CHANGE, checker,
-             " ".join((checker.__doc__ or "").partition(".")[0].split()))
-      for rule, checker in replays.CHECKERS))
+OF_STORE: Sequence[type[Checker]] = (
+    *watches.CHECKERS, *leadership.CHECKERS, *fencing.CHECKERS, *versions.CHECKERS, *lifecycles.CHECKERS,
+    *groups.CHECKERS)
+"""Those that judge any history of etcd, also one of parts without a job."""
+CHECKERS: Sequence[type[Checker]] = (
+    *faults.CHECKERS, *training.CHECKERS, *OF_STORE, *running.CHECKERS, *histories.CHECKERS, *growth.CHECKERS)
 
 
 def judge(events: Iterable[Event], baseline: Iterable[Event] | None = None) -> list[Verdict]:
     """A verdict on each of ``RULES``, in their order.
 
-    ``events``: the records of a log. Where they can be iterated over again (``event_log.Records``) they are read once
-    by all folds together and once for each replay, and are not held. ``baseline``: the log of the run without faults.
+    ``events``: the records of a log, which are read once and not held. ``baseline``: the log of the run without faults.
     """
     told = _Told(events)
     if baseline is not None:
         its = _Told(baseline)
-        for fold, other in zip(told.folds, its.folds, strict=True):
-            fold.against(other)
+        for checker, other in zip(told.checkers, its.checkers, strict=True):
+            checker.against(other)
         for verdict in its.verdicts():
             if verdict.state is State.VIOLATED:
                 told.extra += [Violation(RUN, f"the baseline: {v}", v.records) for v in verdict.violations]
     return told.verdicts()
 
 
+def show(events: Iterable[Event], checkers: Sequence[Checker]) -> None:
+    """Shows the records of a log to checkers."""
+    by_kind = {kind: [checker for checker in checkers if kind in checker.reads] for kind in Kind}
+    replay, end = Replay(checkers), None
+    for event in events:
+        kind = event["kind"]
+        if kind == Kind.CHANGE:
+            replay.change(event)
+        elif kind == Kind.GAP:
+            replay.gap(event)
+        elif kind == Kind.RUN:
+            for checker in checkers:
+                checker.begin(event)
+        elif kind == Kind.END:
+            end = event
+        else:
+            for checker in by_kind.get(kind, ()):
+                checker.see(event)
+    replay.flush()
+    for checker in checkers:
+        checker.finish(end)
+
+
+def broken(events: Iterable[Event], checkers: Iterable[type[Checker]] = OF_STORE) -> list[Violation]:
+    """What checkers say of records that may be no whole log."""
+    made = [checker() for checker in checkers]
+    show(events, made)
+    return [violation for checker in made for violation in checker.violations]
+
+
 class _Told:
     """What all checkers say of one log."""
 
     def __init__(self, events: Iterable[Event]) -> None:
-        again = events if iter(events) is not events else tuple(events)
-        self.folds, self.counts = [make() for make in FOLDS], defaultdict[str, int](int)
+        self.checkers = [make() for make in CHECKERS]
         self.extra = list[Violation]()
-        by_kind = {kind: [fold for fold in self.folds if kind in fold.reads] for kind in Kind}
-        end: Event | None = None
-        for event in again:
-            kind = event["kind"]
-            self.counts[kind] += 1
-            if kind == Kind.RUN:
-                for fold in self.folds:
-                    fold.begin(event)
-            elif kind == Kind.END:
-                end = event
-            else:
-                for fold in by_kind.get(kind, ()):
-                    fold.see(event)
-        for fold in self.folds:
-            fold.finish(end)
-        self.replayed = [violation for replay in REPLAYS if self.counts[replay.reads]
-                         for violation in replay.find(again)]
+        show(events, self.checkers)
 
     def verdicts(self) -> list[Verdict]:
-        return [self._verdict(rule) for rule in RULES]
+        found = {rule: self._verdict(rule) for rule in RULES if rule != RUN}
+        must_see = next(checker.run for checker in self.checkers).get("must_see") or ()
+        self.extra += [Violation(RUN, f"{rule} is unseen, and this scenario has to show it: {found[rule].evidence}")
+                       for rule in must_see if rule in found and found[rule].state is State.UNSEEN]
+        return [found.get(rule) or self._verdict(rule) for rule in RULES]
 
     def _verdict(self, rule: str) -> Verdict:
-        folds = [fold for fold in self.folds if fold.rule == rule]
-        replays = [replay for replay in REPLAYS if rule in replay.rules]
-        found = [*(violation for fold in folds for violation in fold.violations),
-                 *(violation for violation in (*self.replayed, *self.extra) if violation.rule == rule)]
-        by_kind = defaultdict[Kind, list[str]](list)
-        for replay in replays:
-            if self.counts[replay.reads]:
-                by_kind[replay.reads].append(replay.what)
-        seen = [*(words for fold in folds if (words := fold.evidence())),
-                *(f"{self.counts[kind]:,} {kind}s: {'; '.join(what)}" for kind, what in by_kind.items())]
-        further = sum(fold.further for fold in folds) + max(0, len(found) - MOST_SHOWN)
+        of_rule = [checker for checker in self.checkers if checker.rule == rule]
+        said = [violation for checker in self.checkers for violation in checker.violations]
+        found = [violation for violation in (*said, *self.extra) if violation.rule == rule]
+        seen = [words for checker in of_rule if (words := checker.evidence())]
+        further = sum(checker.further for checker in of_rule) + max(0, len(found) - MOST_SHOWN)
         if found:
             return Verdict(rule, State.VIOLATED, "; ".join(seen) or "as the violations say", tuple(found[:MOST_SHOWN]),
                            further)
         if seen:
             return Verdict(rule, State.KEPT, "; ".join(seen))
-        return Verdict(rule, State.UNSEEN, "; ".join(_unique(fold.lacks for fold in folds)))
-
-
-def _unique(words: Iterable[str]) -> Iterator[str]:
-    yield from dict.fromkeys(words)
+        return Verdict(rule, State.UNSEEN, "; ".join(dict.fromkeys(checker.lacks for checker in of_rule)))

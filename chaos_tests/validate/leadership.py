@@ -1,19 +1,160 @@
-"""I1: at most one effective leader, and no write of a stale one. A pure check of the store's history."""
+"""I1: at most one effective leader, and no write of a stale one. Pure checks of the store's history."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
+from chaos_tests.event_log import Event, Kind
 from chaos_tests.observation import Change
+from chaos_tests.validate.replay import FIRST_REVISION, Replay, Step, Transaction, below
+from chaos_tests.validate.verdict import Checker
 from elastic_rl.etcd.keys import ClusterKeys, Keys
+
+_JOB, _CLUSTER = Keys("j"), ClusterKeys("c")
+_LEADERS, _EVENTS, _POOLS = below(_CLUSTER.leader_prefix()), below(_JOB.events_prefix()), below(_JOB.pools_prefix())
+_LEADERSHIP, _HEARTBEAT = below(_JOB.leadership()), below(_JOB.leader_heartbeat())
+
+
+class Election:
+    """Which replica leads: the candidate with the lowest create revision."""
+
+    def __init__(self, *, from_the_start: bool) -> None:
+        self.from_the_start = from_the_start
+        """Whether all candidates were seen. Where not, a leader is known from its own word on, and until its key is
+        deleted: an older candidate cannot have been there, and a younger one may."""
+        self.leader = ""
+        self.terms = list[tuple[int, str]]()
+        """(first revision, replica) of each term."""
+        self._candidates = dict[str, int]()
+
+    @property
+    def term(self) -> int:
+        """The create revision of the leader's key."""
+        return self._candidates.get(self.leader, 0)
+
+    @property
+    def known(self) -> bool:
+        return self.from_the_start or bool(self.leader)
+
+    def candidate(self, name: str, create: int | None) -> None:
+        """A candidate's key as it is now; None: it was deleted."""
+        if create is None:
+            self._candidates.pop(name, None)
+        else:
+            self._candidates[name] = create
+
+    def decide(self, revision: int) -> None:
+        """The changes of a transaction are complete."""
+        if not self.from_the_start:
+            self.leader = self.leader if self.leader in self._candidates else ""
+            return
+        now = min(self._candidates, key=lambda name: self._candidates[name], default="")
+        if now and now != self.leader:
+            self.terms.append((revision, now))
+        self.leader = now
+
+    def said(self, replica: str, term: int) -> None:
+        """A record that only the leader writes was written, where the leader is not known."""
+        self._candidates[replica], self.leader = term, replica
+
+
+class Leaders(Checker):
+    """What was written as the leader was written by the one that led, each term is announced once at most, and a pool
+    changes together with its event."""
+
+    rule = "I1"
+    keys = (_LEADERS, _LEADERSHIP, _HEARTBEAT, _EVENTS, _POOLS)
+    judges = "writes of leaders that were known"
+
+    def __init__(self, first_revision: int = 0) -> None:
+        """``first_revision``: from which on the changes were seen; 0: that of the first one."""
+        super().__init__()
+        self._elections = dict[str, Election]()
+        """By the scope of their cluster."""
+        self._cluster: str | None = None
+        self._announced, self._desired = dict[str, list[Event]](), dict[str, int]()
+        self._first = first_revision
+
+    def begin(self, run: Event) -> None:
+        super().begin(run)
+        name = self.settings.get("cluster")
+        self._cluster = ClusterKeys(str(name)).root if name else None
+
+    def gap(self, first: int, last: int) -> None:
+        self._first = self._first or FIRST_REVISION
+        self._elections = {scope: Election(from_the_start=False) for scope in self._elections}
+        self._announced.clear()
+        self._desired.clear()
+
+    def transaction(self, found: Transaction) -> None:
+        self._first = self._first or found.revision
+        for step in found.steps:
+            self._job_write(found, step)
+        elected = {step.scope for step in found.steps if step.name.startswith(_LEADERS)}
+        for scope in elected:
+            self._cluster = self._cluster or scope
+            election = self._election(scope)
+            for step in found.steps:
+                if step.scope == scope and step.name.startswith(_LEADERS):
+                    election.candidate(step.name.removeprefix(_LEADERS), step.event["create"] if step.put else None)
+            election.decide(found.revision)
+
+    def terms(self, scope: str) -> list[tuple[int, str]]:
+        """Those of the cluster with this root."""
+        return self._election(scope).terms
+
+    def _election(self, scope: str) -> Election:
+        return self._elections.setdefault(scope, Election(from_the_start=self._first < FIRST_REVISION))
+
+    def _job_write(self, found: Transaction, step: Step) -> None:
+        if step.name.startswith(_POOLS) and step.name.endswith("/spec") and step.put and "desired" in step.new:
+            before, desired = self._desired.get(step.key), int(step.new["desired"])
+            self._desired[step.key] = desired
+            # The driver that takes over writes other fields of it again.
+            if before is not None and not step.created and desired != before and not any(
+                    other.scope == step.scope and other.name.startswith(_EVENTS) for other in found.steps):
+                self.violated(f"{step.at()}: the pool changed without its event", step.event)
+        if not (step.put and (wrote := _writer(step.name, step.new))):
+            return
+        election = self._election(self._cluster or ClusterKeys(step.job).root)
+        term = step.new.get("term")
+        if not election.known:
+            if isinstance(term, int):
+                election.said(wrote, term)
+            return
+        self.judged += 1
+        if wrote != election.leader:
+            self.violated(f"{step.at()} was written by {wrote} while {election.leader or 'no replica'} led", step.event)
+        elif step.name in (_LEADERSHIP, _HEARTBEAT) and term != election.term:
+            self.violated(f"{step.at()} was written in term {term} while {wrote} led in term {election.term}",
+                          step.event)
+        if step.name == _LEADERSHIP and election.from_the_start:
+            announced = self._announced.setdefault(step.scope, [])
+            announced.append(step.event)
+            if len(announced) > len(election.terms) and wrote == election.leader:
+                self.violated(f"{step.at()}: of {len(election.terms)} terms {len(announced)} were announced",
+                              step.event)
+
+
+def _writer(name: str, record: Mapping[str, Any]) -> str:
+    """The replica that wrote a record as the leader, by what it says; "" where it does not say."""
+    if name in (_LEADERSHIP, _HEARTBEAT):
+        return str(record.get("replica", ""))
+    if name.startswith(_EVENTS):
+        if record.get("kind") == "pool.scaled":
+            return str((record.get("data") or {}).get("replica", ""))
+        if record.get("kind") == "leader.elected":
+            return str(record.get("subject", ""))
+    return ""
 
 
 @dataclass
-class Verdict:
-    """Result of the check. ``faults`` is empty if I1 held."""
+class Led:
+    """Who led, and what a pool was set to, in a history that begins with its cluster. ``faults`` is empty if I1 held.
+    """
 
     faults: list[str] = field(default_factory=list)
     terms: list[tuple[int, str]] = field(default_factory=list)
@@ -23,57 +164,21 @@ class Verdict:
     """The pool's desired number by the revision of its change."""
 
 
-def check(changes: Sequence[Change], keys: Keys, pool: str = "rollout", *, cluster: str = "") -> Verdict:
-    """Replays the history transaction by transaction (changes of one revision belong together). ``cluster``: name of
-    the job's cluster, where it has another one than the job.
-
-    The candidate with the lowest create revision leads. What a replica wrote as the leader (a pool's change, the
-    announcement of its term) must be at a revision before which it led.
-    """
-    of_leaders = ClusterKeys(cluster or keys.job).leader_prefix()
-    verdict, candidates, leader = Verdict(), dict[str, int](), ""
-    for revision, together in groupby(changes, key=lambda c: c.revision):
-        batch = list(together)
-        for change in batch:
-            if change.key == keys.pool_spec(pool) and change.put:
-                before = next(reversed(verdict.desired.values()), None)
-                verdict.desired[revision] = desired = json.loads(change.value)["desired"]
-                # The driver that takes over writes other fields of it again.
-                if change.create != revision and desired != before and not any(
-                        c.key.startswith(keys.events_prefix()) for c in batch):
-                    verdict.faults.append(f"{revision}: the pool changed without its event")
-            for writer in _writers(change, keys):
-                if writer != leader:
-                    led = leader or "no replica"
-                    verdict.faults.append(f"{revision}: {change.key} was written by {writer} while {led} led")
-                if change.key == keys.leadership():
-                    verdict.announced.append(writer)
-        for change in batch:
-            if change.key.startswith(of_leaders):
-                name = change.key.removeprefix(of_leaders)
-                if change.put:
-                    candidates[name] = change.create
-                else:
-                    candidates.pop(name, None)
-        now = min(candidates, key=lambda n: candidates[n], default="")
-        if now != leader and now:
-            verdict.terms.append((revision, now))
-        leader = now
-    if len(verdict.announced) > len(verdict.terms):
-        verdict.faults.append(f"of {len(verdict.terms)} terms {len(verdict.announced)} were announced")
-    return verdict
+def check(changes: Sequence[Change], keys: Keys, pool: str = "rollout", *, cluster: str = "") -> Led:
+    """What ``Leaders`` says of a job. ``cluster``: name of its cluster, where it has another one than the job."""
+    checker, found = Leaders(first_revision=1), Led()
+    checker.begin({"settings": {"cluster": cluster or keys.job}})
+    replay = Replay([checker])
+    for change in changes:
+        replay.change({"kind": Kind.CHANGE, **asdict(change)})
+        if change.put and change.key == keys.leadership():
+            found.announced.append(json.loads(change.value)["replica"])
+        elif change.put and change.key == keys.pool_spec(pool):
+            found.desired[change.revision] = json.loads(change.value)["desired"]
+    replay.flush()
+    found.terms = checker.terms(ClusterKeys(cluster or keys.job).root)
+    found.faults = [violation.what for violation in checker.violations]
+    return found
 
 
-def _writers(change: Change, keys: Keys) -> list[str]:
-    """Replicas that wrote the record as the leader, by what it says."""
-    if not change.put:
-        return []
-    if change.key == keys.leadership():
-        return [json.loads(change.value)["replica"]]
-    if change.key.startswith(keys.events_prefix()):
-        event = json.loads(change.value)
-        if event["kind"] == "pool.scaled":
-            return [event["data"]["replica"]]
-        if event["kind"] == "leader.elected":
-            return [event["subject"]]
-    return []
+CHECKERS: tuple[type[Checker], ...] = (Leaders,)

@@ -1,13 +1,14 @@
-"""I4, I9 and I11 of what has states: engines, operations, jobs and alerts go through them in the ways that there are.
-Replay checks of what etcd held."""
+"""I1, I4, I9, I10 and I11 of what has states: engines, operations, jobs and alerts go through them in the ways that
+there are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
-from chaos_tests.event_log import Event, Kind
-from chaos_tests.validate.replay import Checker, Step, below, lifecycle, replay
-from chaos_tests.validate.verdict import Violation
+from chaos_tests.event_log import Event
+from chaos_tests.validate.replay import Lifecycle, Step, Transaction, below
+from chaos_tests.validate.running import RECOVERY_S
+from chaos_tests.validate.verdict import Checker
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 
 _JOB, _CLUSTER = Keys("j"), ClusterKeys("c")
@@ -17,7 +18,7 @@ _POOLS, _STREAMS, _EPOCH = below(_JOB.pools_prefix()), below(_JOB.streams_prefix
 _JOB_STATES = below(_CLUSTER.job_states_prefix())
 
 _ENDS = frozenset({"quarantined", "dead"})
-_ENGINE = {
+ENGINE = {
     "starting": frozenset({"syncing", "released", "draining"}) | _ENDS,
     "syncing": frozenset({"ready", "released", "draining"}) | _ENDS,
     "ready": frozenset({"syncing", "draining"}) | _ENDS,
@@ -27,125 +28,190 @@ _ENGINE = {
 }
 """States of an engine; the leader and the driver ask for DRAINING and QUARANTINED in any state. There is no way into
 READY but from SYNCING, and none out of an end into work."""
-_ENGINE_BEGINS = frozenset({"starting", "syncing", "released", "draining"}) | _ENDS
 _ENDED = frozenset({"finished", "failed", "stopped"})
-_JOB_PHASES = {"queued": frozenset({"starting"}) | _ENDED, "starting": frozenset({"running"}) | _ENDED,
-               "running": _ENDED}
-_OPERATION = {"running": frozenset({"succeeded", "failed", "cancelled"})}
-_ALERT = {"pending": frozenset({"firing"}), "firing": frozenset({"resolved"})}
 
 
-def _about(events: Iterable[Event], prefix: str) -> list[Event]:
-    """The changes below a prefix, and the gaps."""
-    return [event for event in events if event["kind"] == Kind.GAP
-            or event["kind"] == Kind.CHANGE and below(event["key"]).startswith(prefix)]
-
-
-def engines(events: Iterable[Event]) -> Iterator[Violation]:
+class Engines(Lifecycle):
     """An engine goes through its states in the ways that there are; of each runner anew."""
-    return lifecycle("I4", _ENGINES, "state", _ENGINE, _ENGINE_BEGINS, events, same=_same_runner)
+
+    rule, keys, judges = "I4", (_ENGINES,), "states of engines"
+    state, allowed = "state", ENGINE
+    first = frozenset({"starting", "syncing", "released", "draining"}) | _ENDS
+
+    def same(self, step: Step) -> bool:
+        return _same_runner(step)
 
 
 def _same_runner(step: Step) -> bool:
     return step.old.get("incarnation") == step.new.get("incarnation")
 
 
-def routable(events: Iterable[Event]) -> Iterator[Violation]:
+class Routable(Checker):
     """An engine becomes READY only with a version that was verified in it and while none is being applied, in the
     present epoch; what it has is a version that was committed; and it never goes back to an older one."""
-    newest = dict[tuple[str, str], int]()
-    names = (_ENGINES, _POOLS, _STREAMS, _EPOCH)
-    for found in replay(events, lambda key: below(key).startswith(names)):
-        epochs = {step.scope: found.before(step.scope + _EPOCH).get("number") for step in found.steps}
+
+    rule = "I4"
+    keys = (_ENGINES, _STREAMS)
+    judges = "versions in engines"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._newest, self._heads = dict[str, tuple[str, int]](), dict[str, int]()
+        """By the engine's key: its runner, and the newest version that it had. By the head's key: the newest one."""
+
+    def gap(self, first: int, last: int) -> None:
+        self._heads.clear()
+
+    def transaction(self, found: Transaction) -> None:
         for step in found.steps:
-            new = step.new
-            if not step.name.startswith(_ENGINES) or not new:
-                continue
-            version, runner = int(new.get("version", 0)), (step.change.key, new.get("incarnation", ""))
-            if version and version < newest.get(runner, 0):
-                yield Violation("I4", f"{step.at()} went back from version {newest[runner]} to {version}")
-            newest[runner] = max(version, newest.get(runner, 0))
-            spec = found.after.get(f"{step.scope}{_POOLS}{new.get('pool', '')}/spec")
-            head = found.after.get(f"{step.scope}{_STREAMS}{spec.get('stream', 'policy')}/head") if spec else {}
-            if head and spec.get("stream", "policy") and version > head["number"]:
-                yield Violation("I4", f"{step.at()} has version {version}, and the head is {head['number']}")
-            if new["state"] != "ready" or step.past_unseen or step.old.get("state") == "ready" and _same_runner(step):
-                continue
-            if not version or new.get("applying"):
-                yield Violation("I4", f"{step.at()} became ready with version {version} while version "
-                                      f"{new.get('applying', 0)} was being applied")
-            epoch = epochs[step.scope]
-            if epoch is not None and new["epoch"] != epoch:
-                yield Violation("I1", f"{step.at()} of epoch {new['epoch']} became ready in epoch {epoch}")
-
-
-def operations(events: Iterable[Event]) -> Iterator[Violation]:
-    """An operation runs until it has ended, an end is final, and none is deleted before."""
-    seen = _about(events, _OPERATIONS)
-    yield from lifecycle("I10", _OPERATIONS, "state", _OPERATION, frozenset({"running"}), seen)
-    for found in replay(seen, lambda key: below(key).startswith(_OPERATIONS)):
+            if step.name.startswith(_STREAMS) and step.name.endswith("/head") and step.new:
+                self._heads[step.key] = max(int(step.new.get("number", 0)), self._heads.get(step.key, 0))
         for step in found.steps:
-            if not step.change.put and step.old.get("state") == "running":
-                yield Violation("I10", f"{step.at()} was deleted while it ran")
+            if not step.name.startswith(_ENGINES):
+                continue
+            if not step.put:
+                self._newest.pop(step.key, None)
+            elif step.new:
+                self._engine(found, step)
+
+    def _engine(self, found: Transaction, step: Step) -> None:
+        new, version, runner = step.new, int(step.new.get("version", 0)), step.new.get("incarnation", "")
+        before, newest = self._newest.get(step.key, (runner, 0))
+        newest = newest if before == runner else 0
+        self.judged += bool(version)
+        spec = found.after.get(f"{step.scope}{_POOLS}{new.get('pool', '')}/spec")
+        stream = spec.get("stream", "policy")
+        head = self._heads.get(f"{step.scope}{_STREAMS}{stream}/head") if spec and stream else None
+        ahead = head is not None and version > max(head, newest)
+        if step.old.get("version") == version and before == runner:
+            pass  # it was judged when it came
+        elif version and version < newest:
+            self.violated(f"{step.at()} went back from version {newest} to {version}", step.event)
+        elif ahead:
+            self.violated(f"{step.at()} has version {version}, and the head is {head}", step.event)
+        self._newest[step.key] = (runner, newest if ahead else max(version, newest))
+        if new.get("state") != "ready" or step.past_unseen or step.old.get("state") == "ready" and _same_runner(step):
+            return
+        epoch = found.before(step.scope + _EPOCH).get("number")
+        if not version or new.get("applying"):
+            self.violated(f"{step.at()} became ready with version {version} while version {new.get('applying', 0)} was "
+                          "being applied", step.event)
+        if epoch is not None and new["epoch"] != epoch:
+            self.violated(f"{step.at()} of epoch {new['epoch']} became ready in epoch {epoch}", step.event, rule="I1")
 
 
-def idempotency(events: Iterable[Event]) -> Iterator[Violation]:
+class Operations(Lifecycle):
+    """An operation runs until it has ended, within a bounded time; an end is final, and none is deleted before."""
+
+    rule, keys, judges = "I10", (_OPERATIONS,), "states of operations of the API"
+    state, first = "state", frozenset({"running"})
+    allowed: ClassVar = {"running": frozenset({"succeeded", "failed", "cancelled"})}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open, self._at = dict[str, tuple[float, Event]](), 0.0
+
+    def gap(self, first: int, last: int) -> None:
+        self._open.clear()
+
+    def also(self, found: Transaction, step: Step) -> None:
+        self._at = found.at
+        if not step.put and step.old.get("state") == "running":
+            self.violated(f"{step.at()} was deleted while it ran", step.event)
+        if step.new.get("state") == "running":
+            self._open.setdefault(step.key, (found.at, step.event))
+        else:
+            self._open.pop(step.key, None)
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        now = float(end["at"]) if end is not None else self._at
+        for key, (since, proof) in self._open.items():
+            if now - since > RECOVERY_S:
+                self.violated(f"{key} is under way since {now - since:.0f} s", proof)
+
+
+class Idempotency(Checker):
     """What a request with an Idempotency-Key has created stays its answer."""
-    for found in replay(events, lambda key: below(key).startswith(_IDEMPOTENCY)):
+
+    rule = "I1"
+    keys = (_IDEMPOTENCY,)
+    judges = "answers of requests with an Idempotency-Key"
+
+    def transaction(self, found: Transaction) -> None:
         for step in found.steps:
-            if step.change.put and not step.created:
-                yield Violation("I1", f"{step.at()} was written twice")
+            if step.name.startswith(_IDEMPOTENCY) and step.put:
+                self.judged += 1
+                if not step.created:
+                    self.violated(f"{step.at()} was written twice", step.event)
 
 
-def jobs(events: Iterable[Event]) -> Iterator[Violation]:
+class Jobs(Lifecycle):
     """A submission is queued, has its turn, runs and ends. An end is final: only a new submission is queued again."""
-    seen = _about(events, _JOB_STATES)
-    yield from lifecycle("I11", _JOB_STATES, "phase", _JOB_PHASES, frozenset({"queued"}), seen,
-                         same=lambda step: step.old.get("submission") == step.new.get("submission"))
-    for found in replay(seen, lambda key: below(key).startswith(_JOB_STATES)):
-        for step in found.steps:
-            old, new = step.old, step.new
-            if old and new and new["submission"] != old["submission"]:
-                if new["submission"] < old["submission"]:
-                    yield Violation("I11", f"{step.at()} is about submission {new['submission']} after "
-                                           f"{old['submission']}")
-                if old["phase"] in ("starting", "running"):
-                    yield Violation("I11", f"{step.at()}: submission {old['submission']} was {old['phase']} when "
-                                           f"{new['submission']} was taken up")
+
+    rule, keys, judges = "I11", (_JOB_STATES,), "phases of submitted jobs"
+    state, first = "phase", frozenset({"queued"})
+    allowed: ClassVar = {"queued": frozenset({"starting"}) | _ENDED, "starting": frozenset({"running"}) | _ENDED,
+                         "running": _ENDED}
+
+    def same(self, step: Step) -> bool:
+        return bool(step.old.get("submission") == step.new.get("submission"))
+
+    def also(self, found: Transaction, step: Step) -> None:
+        old, new = step.old, step.new
+        if old and new and new["submission"] != old["submission"]:
+            if new["submission"] < old["submission"]:
+                self.violated(f"{step.at()} is about submission {new['submission']} after {old['submission']}",
+                              step.event)
+            elif old["phase"] in ("starting", "running"):
+                self.violated(f"{step.at()}: submission {old['submission']} was {old['phase']} when "
+                              f"{new['submission']} was taken up", step.event)
 
 
-def alerts(events: Iterable[Event]) -> Iterator[Violation]:
+class AlertStates(Lifecycle):
     """An alert is pending, fires and is resolved, once: its id is never used again, one thing has one open alert at a
     time, the same report opens one alert only, whoever leads, and a notice that was delivered stays recorded."""
-    seen = _about(events, _ALERTS)
-    yield from lifecycle("I9", _ALERTS, "phase", _ALERT, frozenset({"pending", "firing", "resolved"}), seen)
-    ids, reports = dict[str, str](), dict[tuple[str, int], str]()
-    open_alerts = dict[str, str]()
-    for found in replay(seen, lambda key: below(key).startswith(_ALERTS)):
-        if found.after_gap:
-            open_alerts = {}
+
+    rule, keys, judges = "I9", (_ALERTS,), "states of alerts"
+    state, first = "phase", frozenset({"pending", "firing", "resolved"})
+    allowed: ClassVar = {"pending": frozenset({"firing"}), "firing": frozenset({"resolved"})}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ids, self._reports = dict[str, str](), dict[tuple[str, int], str]()
+        self._open = dict[str, str]()
+
+    def gap(self, first: int, last: int) -> None:
+        self._open.clear()
+
+    def transaction(self, found: Transaction) -> None:
         for step in found.steps:
-            if not step.change.put:
-                open_alerts = {about: key for about, key in open_alerts.items() if key != step.change.key}
-        for step in found.steps:
-            new, key = step.new, step.change.key
-            if not new:
-                continue
-            about = f"{step.scope} {new['kind']} of {new['subject']}"
-            if step.created and (before := ids.get(new["id"])) is not None:
-                yield Violation("I9", f"{step.at()} has the id of an earlier alert, {before}")
-            ids[new["id"]] = key
-            other = reports.setdefault((about, new.get("revision", 0)), key)
-            if step.created and new.get("revision", 0) and other != key:
-                yield Violation("I9", f"{step.at()} repeats {other}, for the same report")
-            if new["phase"] == "resolved":
-                if open_alerts.get(about) == key:
-                    del open_alerts[about]
-            elif (other := open_alerts.setdefault(about, key)) != key:
-                yield Violation("I9", f"{step.at()} is open beside {other}")
-            if lost := {*step.old.get("notified", ())} - {*new.get("notified", ())}:
-                yield Violation("I9", f"{step.at()} forgets that it was notified: {', '.join(sorted(lost))}")
+            if step.name.startswith(_ALERTS) and not step.put:
+                self._open = {about: key for about, key in self._open.items() if key != step.key}
+        super().transaction(found)
+
+    def also(self, found: Transaction, step: Step) -> None:
+        new, key = step.new, step.key
+        if not new:
+            return
+        about = f"{step.scope} {new['kind']} of {new['subject']}"
+        before, revision = self._ids.get(new["id"]), new.get("revision", 0)
+        self._ids[new["id"]] = key
+        repeated = self._reports.setdefault((about, revision), key) if revision else key
+        if new["phase"] == "resolved":
+            if self._open.get(about) == key:
+                del self._open[about]
+            other = key
+        else:
+            other = self._open.setdefault(about, key)
+        if step.created and before is not None:
+            self.violated(f"{step.at()} has the id of an earlier alert, {before}", step.event)
+        elif step.created and repeated != key:
+            self.violated(f"{step.at()} repeats {repeated}, for the same report", step.event)
+        elif other != key:
+            self.violated(f"{step.at()} is open beside {other}", step.event)
+        elif lost := {*step.old.get("notified", ())} - {*new.get("notified", ())}:
+            self.violated(f"{step.at()} forgets that it was notified: {', '.join(sorted(lost))}", step.event)
 
 
-CHECKERS: tuple[tuple[str, Checker], ...] = (
-    ("I4", engines), ("I4", routable), ("I10", operations), ("I1", idempotency), ("I11", jobs), ("I9", alerts))
+CHECKERS: tuple[type[Checker], ...] = (Engines, Routable, Operations, Idempotency, Jobs, AlertStates)

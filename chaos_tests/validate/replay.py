@@ -1,154 +1,219 @@
-"""The history of etcd, as the observer saw it, replayed transaction by transaction for the checkers.
+"""The history of etcd, as the observer saw it, replayed transaction by transaction for all checkers at once.
 
-A checker knows what it has seen. Of a key that was there before the observation began, or before a gap, it knows
-nothing until the key changes, and a change of it is no violation for what came before.
+A checker knows what was seen. Of a key that was there before the observation began, or before a gap, nothing is known
+until the key changes, and a change of it is no violation for what came before.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar
 
-from chaos_tests.event_log import Event, Kind
-from chaos_tests.observation import Change
-from chaos_tests.validate.verdict import Violation
+from chaos_tests.event_log import Event
+from chaos_tests.validate.verdict import Checker
+from elastic_rl.etcd.job_records import ENDED_PHASES
 from elastic_rl.etcd.keys import ROOT, ClusterKeys, Keys
 
-Checker = Callable[[Iterable[Event]], Iterator[Violation]]
 _CLUSTERS = ClusterKeys("c").root.removesuffix("c/")
+_STATUS = Keys("j").job_status().removeprefix(Keys("j").root)
+FIRST_REVISION = 100
+"""A history that begins before this revision is that of a cluster from its start."""
+_MOST_ABSENT = 50_000
+"""Deleted keys that are known as such; of those deleted before, nothing is known."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Step:
-    """One change, with what its key had before."""
+    """One change of a key, with what the key had before."""
 
-    change: Change
-    before: Change | None
-    """None: nothing, or nothing that was seen."""
+    event: Event
+    """Its record in the log."""
+    before: Event | None
+    """Of the change before; None: there was nothing, or nothing that was seen."""
 
-    @property
+    @cached_property
     def scope(self) -> str:
         """Root of the keys of its job or cluster."""
-        return scope_of(self.change.key)
+        return scope_of(self.key)
 
     @property
     def job(self) -> str:
         """Name of its job."""
         return self.scope.removeprefix(f"{ROOT}/").rstrip("/")
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Its key below that root."""
-        return self.change.key.removeprefix(self.scope)
+        return self.key.removeprefix(self.scope)
+
+    @property
+    def key(self) -> str:
+        return str(self.event["key"])
+
+    @property
+    def put(self) -> bool:
+        """False: the key was deleted."""
+        return bool(self.event["put"])
+
+    @property
+    def revision(self) -> int:
+        return int(self.event["revision"])
+
+    @property
+    def value(self) -> str:
+        return str(self.event.get("value", ""))
 
     @property
     def created(self) -> bool:
         """Whether the key was not there before."""
-        return self.change.put and self.change.create == self.change.revision
+        return self.put and self.event["create"] == self.event["revision"]
 
     @property
     def past_unseen(self) -> bool:
         return self.before is None and not self.created
 
     @property
-    def old(self) -> dict[str, Any]:
+    def omitted(self) -> bool:
+        """Whether what was put was too long for the log: nothing is known of it."""
+        return bool(self.event.get("omitted_bytes"))
+
+    @cached_property
+    def old(self) -> Mapping[str, Any]:
         """The record before; empty where there was none, and where it is unseen."""
         return record(self.before) if self.before is not None else {}
 
-    @property
-    def new(self) -> dict[str, Any]:
-        return record(self.change)
+    @cached_property
+    def new(self) -> Mapping[str, Any]:
+        return record(self.event)
 
     def at(self) -> str:
-        return f"revision {self.change.revision}: {self.change.key}"
+        return f"revision {self.revision}: {self.key}"
 
 
 @dataclass
 class Store:
     """What is known of etcd at a revision."""
 
-    present: dict[str, Change] = field(default_factory=dict)
+    present: dict[str, Event] = field(default_factory=dict)
     """Keys that are there, with their last change."""
-    absent: set[str] = field(default_factory=set)
-    """Keys that were seen to be deleted and are not there."""
+    absent: dict[str, None] = field(default_factory=dict)
+    """Keys that were seen to be deleted and are not there, the newest last."""
+    whole: bool = False
+    """Whether all changes were seen, from the first one on."""
 
-    def get(self, key: str) -> dict[str, Any]:
+    def lacks(self, key: str) -> bool:
+        """Whether a key is known not to be there."""
+        return key in self.absent or self.whole and key not in self.present
+
+    def get(self, key: str) -> Mapping[str, Any]:
         return record(self.present[key]) if key in self.present else {}
 
     def under(self, prefix: str) -> list[str]:
         return [key for key in self.present if key.startswith(prefix)]
 
-    def apply(self, change: Change) -> Step:
-        step = Step(change, self.present.get(change.key))
-        if change.put:
-            self.present[change.key] = change
-            self.absent.discard(change.key)
+    def apply(self, event: Event) -> Step:
+        key = event["key"]
+        step = Step(event, self.present.pop(key, None))
+        if event["put"]:
+            self.present[key] = event
+            self.absent.pop(key, None)
         else:
-            self.present.pop(change.key, None)
-            self.absent.add(change.key)
+            self.absent[key] = None
+            if len(self.absent) > _MOST_ABSENT:
+                del self.absent[next(iter(self.absent))]
         return step
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Transaction:
-    """The changes of one revision. ``before`` and ``after`` are of the replay, and change with the next one."""
+    """The changes of one revision. ``after`` is of the replay, and changes with the next one."""
 
     revision: int
+    at: float
+    """When the observer saw it, unix s."""
     steps: list[Step]
     after: Store
-    absent_before: frozenset[str]
+    absent_before: frozenset[str] = frozenset()
     """Of its keys, those that were known not to be there."""
-    after_gap: bool = False
-    """Whether changes before it were not seen."""
+
+    @cached_property
+    def _by_key(self) -> Mapping[str, Step]:
+        return {step.key: step for step in reversed(self.steps)}
 
     def step(self, key: str) -> Step | None:
-        return next((s for s in self.steps if s.change.key == key), None)
+        return self._by_key.get(key)
 
-    def before(self, key: str) -> dict[str, Any]:
+    def ended(self, scope: str) -> bool:
+        """Whether the job with these keys is known to have ended: what is deleted then, I15 judges."""
+        return self.after.get(scope + _STATUS).get("phase") in ENDED_PHASES
+
+    def before(self, key: str) -> Mapping[str, Any]:
         """The record that a key had before the transaction."""
         step = self.step(key)
         return step.old if step is not None else self.after.get(key)
 
 
-def replay(events: Iterable[Event], only: Callable[[str], bool] = lambda key: True) -> Iterator[Transaction]:
-    """The transactions in the order of their revisions. ``only``: keys that the caller needs."""
-    store, after_gap = Store(), False
-    relevant = (e for e in events if e["kind"] == Kind.GAP or e["kind"] == Kind.CHANGE and only(e["key"]))
-    for (kind, revision), together in groupby(relevant, key=lambda e: (e["kind"], e.get("revision", 0))):
-        if kind == Kind.GAP:
-            store, after_gap = Store(), True
-            continue
-        changes = [change_of(e) for e in together]
-        gone = frozenset(c.key for c in changes if c.key in store.absent)
-        yield Transaction(revision, [store.apply(change) for change in changes], store, gone, after_gap)
-        after_gap = False
+class Replay:
+    """Shows each transaction to the checkers that want one of its keys, and each gap to all."""
+
+    def __init__(self, checkers: Iterable[Checker]) -> None:
+        self._all = [*checkers]
+        self._store, self._batch, self._began = Store(), list[Event](), False
+        self._of_name = lru_cache(maxsize=4096)(self._wanted_by)
+
+    def change(self, event: Event) -> None:
+        if self._batch and self._batch[0]["revision"] != event["revision"]:
+            self.flush()
+        self._batch.append(event)
+
+    def gap(self, event: Event) -> None:
+        self.flush()
+        self._store, self._began = Store(), True
+        for checker in self._all:
+            checker.gap(int(event["first"]), int(event["last"]))
+
+    def flush(self) -> None:
+        """The last change of a transaction was seen."""
+        if not self._batch:
+            return
+        batch, self._batch = self._batch, []
+        if not self._began:
+            self._began, self._store.whole = True, batch[0]["revision"] < FIRST_REVISION
+        gone = frozenset(event["key"] for event in batch if self._store.lacks(event["key"]))
+        found = Transaction(batch[0]["revision"], float(batch[-1].get("at", 0.0)),
+                            [self._store.apply(event) for event in batch], self._store, gone)
+        wanted = set[int]().union(*(self._of_name(step.name) for step in found.steps))
+        for index in sorted(wanted):
+            self._all[index].transaction(found)
+
+    def _wanted_by(self, name: str) -> tuple[int, ...]:
+        return tuple(index for index, checker in enumerate(self._all) if name.startswith(checker.keys))
 
 
-def change_of(event: Event) -> Change:
-    return Change(event["revision"], event["put"], event["key"], event["create"], event.get("value", ""),
-                  event.get("omitted_bytes", 0))
-
-
-def record(change: Change) -> dict[str, Any]:
-    """The record that a put has written; empty for a delete, for what is no JSON object, and for a value that was too
-    long for the log."""
-    if not change.put or not change.value.startswith("{"):
-        return {}
+@lru_cache(maxsize=256)
+def _decoded(value: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(change.value)
+        found = json.loads(value)
     except json.JSONDecodeError:
         return {}
     return found if isinstance(found, dict) else {}
 
 
+def record(event: Event) -> Mapping[str, Any]:
+    """The record that a put has written; empty for a delete, for what is no JSON object, and for a value that was too
+    long for the log."""
+    value = event.get("value", "")
+    return _decoded(value) if event["put"] and value.startswith("{") else {}
+
+
 def scope_of(key: str) -> str:
     """Root of the keys of the job or cluster that a key belongs to."""
     if key.startswith(_CLUSTERS):
-        return ClusterKeys(key.removeprefix(_CLUSTERS).partition("/")[0]).root
-    return Keys(key.removeprefix(f"{ROOT}/").partition("/")[0]).root
+        return f"{_CLUSTERS}{key.removeprefix(_CLUSTERS).partition('/')[0]}/"
+    return f"{ROOT}/{key.removeprefix(f'{ROOT}/').partition('/')[0]}/"
 
 
 def below(key: str) -> str:
@@ -156,21 +221,47 @@ def below(key: str) -> str:
     return key.removeprefix(scope_of(key))
 
 
-def lifecycle(rule: str, prefix: str, field_name: str, allowed: Mapping[str, frozenset[str]], first: frozenset[str],
-              events: Iterable[Event], *, same: Callable[[Step], bool] = lambda step: True) -> Iterator[Violation]:
-    """Violations of a state machine whose state is a field of records under a prefix. ``allowed``: state → those that
-    may follow it; each may stay as it is. ``first``: states in which a record may begin. ``same``: whether the record
-    is still about the same thing, else it begins."""
-    known = first.union(allowed, *allowed.values())
-    for transaction in replay(events, lambda key: below(key).startswith(prefix)):
-        for step in transaction.steps:
-            if not step.change.put or not step.new or step.past_unseen:
-                continue
-            after = step.new.get(field_name)
-            if after not in known:
-                continue  # a record of another release, which nobody acts on
-            if not step.old or not same(step):
-                if after not in first:
-                    yield Violation(rule, f"{step.at()} begins as {after}")
-            elif after != (before := step.old.get(field_name)) and after not in allowed.get(str(before), frozenset()):
-                yield Violation(rule, f"{step.at()} went from {before} to {after}")
+class Lifecycle(Checker):
+    """A state machine whose state is a field of the records under a prefix, ``keys[0]``."""
+
+    state: ClassVar[str]
+    """Name of the field."""
+    allowed: ClassVar[Mapping[str, frozenset[str]]]
+    """State → those that may follow it; each may stay as it is."""
+    first: ClassVar[frozenset[str]]
+    """States in which a record may begin."""
+
+    def same(self, step: Step) -> bool:
+        """Whether the record is still about the same thing, else it begins."""
+        return True
+
+    def moved(self, step: Step) -> None:
+        """Judges the state after a step."""
+        new = step.new.get(self.state)
+        if not step.put or not step.new or step.past_unseen or new not in self._known():
+            return  # a record of another release is acted on by nobody
+        self.judged += 1
+        before = step.old.get(self.state)
+        if step.created or step.old and not self.same(step):
+            if new not in self.first:
+                self.violated(f"{step.at()} begins as {new}", step.event)
+        elif step.old and new != before and new not in self.allowed.get(str(before), frozenset()):
+            self.violated(f"{step.at()} went from {before} to {new}", step.event)
+
+    @classmethod
+    def _known(cls) -> frozenset[str]:
+        return cls.first.union(cls.allowed, *cls.allowed.values())
+
+    def transaction(self, found: Transaction) -> None:
+        for step in found.steps:
+            if step.name.startswith(self.keys):
+                self.moved(step)
+                self.also(found, step)
+
+    def also(self, found: Transaction, step: Step) -> None:
+        """Further rules of a record under the prefix."""
+
+
+def is_job(step: Step) -> bool:
+    """Whether a step is of a job, and not of a cluster."""
+    return not step.scope.startswith(_CLUSTERS)

@@ -18,10 +18,13 @@ from typing import Any
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate.faults import began, ended, fault_of, happened, of_fault, victims
-from chaos_tests.validate.store import split, value_of
+from chaos_tests.validate.replay import below, record
 from chaos_tests.validate.training import Effective, same_weights, tolerance
 from elastic_rl.coordinator.alerts.state_machine import Phase
+from elastic_rl.etcd.keys import Keys
 from elastic_rl.report.build import percentile
+
+_ALERTS = below(Keys("j").alerts_prefix())
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,8 @@ class Timeline:
         elif kind == Kind.FAULT:
             self.faults.append(event)
         elif kind == Kind.CHANGE:
-            if split(event["key"])[1].startswith("alerts/"):
-                alert = value_of(event)
+            if below(event["key"]).startswith(_ALERTS):
+                alert = record(event)
                 if alert.get("id") and alert.get("phase") == Phase.FIRING and of_fault(alert):
                     self.alerts.setdefault(str(alert["id"]), alert)
         elif kind == Kind.RUN:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.validate.store import split, value_of
-from chaos_tests.validate.verdict import OWN_TARGETS, Fold
+from chaos_tests.validate.replay import Transaction, below
+from chaos_tests.validate.verdict import OWN_TARGETS, RUN, Checker
+from elastic_rl.data.intervals import IntervalSet
+from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
 
 LOGPROB_DIFF = 1e-4
@@ -18,6 +22,7 @@ _OF_OTHER_DTYPES = 0.5
 _SAME_VALUES = ("groups", "samples", "tokens", "reward_mean", "truncated", "response_tokens", "loss", "grad_norm", "lr",
                 "kl", "clip_fraction", "reward_parts", "algorithm", "dropped_groups")
 """What a step's record says of what was trained, and not of how long it took."""
+_VERSIONS = below(Keys("j").versions_prefix("policy"))
 _NO_STEPS = "the log has no steps of a job"
 
 
@@ -52,7 +57,7 @@ class Effective:
         return self.done - len(self.of)
 
 
-class StepFold(Fold):
+class StepChecker(Checker):
     reads: ClassVar[frozenset[Kind]] = frozenset({Kind.STEP})
     lacks: ClassVar[str] = _NO_STEPS
 
@@ -83,7 +88,7 @@ def proof(step: Event, *names: str) -> Event:
 
 
 # -- I4 ----------------------------------------------------------------------------------------------------------------
-class TrueWeights(StepFold):
+class TrueWeights(StepChecker):
     """What the engines computed is what the weights of that version compute."""
 
     rule = "I4"
@@ -108,26 +113,37 @@ class TrueWeights(StepFold):
                 "most" if self._compared else "")
 
 
-class NamedVersions(Fold):
+class NamedVersions(Checker):
     """Samples name versions of the policy that were committed, and no older one than those of before in one engine."""
 
     rule = "I4"
-    reads: ClassVar[frozenset[Kind]] = frozenset({Kind.STEP, Kind.CHANGE})
+    reads: ClassVar[frozenset[Kind]] = frozenset({Kind.STEP})
+    keys = (_VERSIONS,)
     lacks = "the log has no steps with the versions of their samples, or no changes of etcd"
 
     def __init__(self) -> None:
         super().__init__()
-        self._committed, self._named = set[int](), 0
+        self._committed, self._newest, self._named = IntervalSet(), 0, 0
         self._unknown = dict[int, Event]()
+        self._unseen = list[tuple[int, float]]()
+        """Between which versions there may be others that were committed in a gap."""
+
+    def transaction(self, found: Transaction) -> None:
+        for step in found.steps:
+            if not step.name.startswith(_VERSIONS) or step.new.get("state") != VersionState.COMMITTED:
+                continue
+            number = int(step.new["number"])
+            if self._unseen and self._unseen[-1][1] == math.inf:
+                self._unseen[-1] = (self._unseen[-1][0], number)
+            if number not in self._committed:
+                self._committed |= IntervalSet(((number, number + 1),))
+            self._newest = max(self._newest, number)
+            self._unknown.pop(number, None)
+
+    def gap(self, first: int, last: int) -> None:
+        self._unseen.append((self._newest, math.inf))
 
     def see(self, event: Event) -> None:
-        if event["kind"] == Kind.CHANGE:
-            if "/dcs/streams/policy/versions/" in event["key"] and (
-                    (version := value_of(event)).get("state") == VersionState.COMMITTED):
-                number = int(version["number"])
-                self._committed.add(number)
-                self._unknown.pop(number, None)
-            return
         for number in event.get("sample_versions") or ():
             self._named += 1
             if number not in self._committed:  # the observer may be behind
@@ -135,9 +151,10 @@ class NamedVersions(Fold):
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
-        oldest = min(self._committed, default=0)
+        oldest = self._committed.spans[0][0] if self._committed else 0
         for number, record in self._unknown.items():
-            if oldest and number > oldest:  # of older ones the log may have no record
+            if oldest and number > oldest and not any(  # of older ones the log may have no record
+                    low < number < high for low, high in self._unseen):
                 self.violated(f"step {record['step']} has samples of version {number}, which was not committed", record)
 
     def evidence(self) -> str:
@@ -145,8 +162,16 @@ class NamedVersions(Fold):
             self._named and self._committed) else ""
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """The prompt groups of a step, in stretches, and how many were dropped with it."""
+
+    groups: tuple[tuple[int, int], ...]
+    dropped: int
+
+
 # -- I5 ----------------------------------------------------------------------------------------------------------------
-class TrainedOnce(StepFold):
+class TrainedOnce(StepChecker):
     rule = "I5"
 
     def __init__(self) -> None:
@@ -158,7 +183,8 @@ class TrainedOnce(StepFold):
         if staleness is not None and staleness > bound:
             self.violated(f"step {record['step']} has a staleness of {staleness}, above {bound}",
                           proof(record, "staleness", "sample_versions"))
-        self._effective.add(int(record["step"]), [*_runs(sorted(record.get("groups") or ()))])
+        self._effective.add(int(record["step"]), _Trained(
+            tuple(_runs(sorted(record.get("groups") or ()))), int(record.get("dropped_groups") or 0)))
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
@@ -167,18 +193,35 @@ class TrainedOnce(StepFold):
                 self.violated(f"{name} is {self.report[name]}")
         for problem in self.report.get("audit_problems") or ():
             self.violated(str(problem))
-        runs = sorted((first, last, step) for step, of in self._effective.of.items() for first, last in of)
-        reached, by = -1, 0
+        runs = sorted((first, last, step) for step, of in self._effective.of.items() for first, last in of.groups)
+        reached, by, again = -1, 0, False
         for first, last, step in runs:
             if first <= reached:
+                again = True
                 self.violated(f"prompt group {first} was trained on in step {by} and in step {step}")
             if last > reached:
                 reached, by = last, step
+        if runs and not again and (self.settings.get("train") or {}).get("schedule", "sync") == "sync":
+            self._none_left_out(runs)
+
+    def _none_left_out(self, runs: Sequence[tuple[int, int, int]]) -> None:
+        """Where generation and training alternate, groups are trained in their order, and what is dropped is on the
+        record of a step."""
+        reached, holes, step = runs[0][0] - 1, list[int](), 0
+        for first, last, of in runs:
+            if first > reached + 1:
+                holes.append(first - reached - 1)
+                step = step or of
+            reached = max(reached, last)
+        dropped = sum(trained.dropped for trained in self._effective.of.values())
+        if sum(holes) > dropped:
+            self.violated(f"{sum(holes)} prompt groups were not trained on, and {dropped} were dropped on the record; "
+                          f"the first of them are missing before step {step}")
 
     def evidence(self) -> str:
         if not self.steps:
             return ""
-        groups = sum(last - first + 1 for of in self._effective.of.values() for first, last in of)
+        groups = sum(last - first + 1 for of in self._effective.of.values() for first, last in of.groups)
         return (f"{groups} prompt groups of {self.steps} steps, {self._effective.redone} of them done again"
                 + ("; the audit of the ledger" if "groups_lost" in self.report else ""))
 
@@ -198,7 +241,7 @@ def _runs(ordinals: list[int]) -> Iterator[tuple[int, int]]:
 
 
 # -- I3, I11: the whole run --------------------------------------------------------------------------------------------
-class CommittedVersions(StepFold):
+class CommittedVersions(StepChecker):
     """A version for each step, beside the one that the job begins with."""
 
     rule = "I3"
@@ -222,20 +265,29 @@ def wanted_steps(run: Event, report: Mapping[str, Any]) -> int:
     return int(report.get("steps") or 0) if schedule.get("minutes") else int(schedule.get("steps") or 0)
 
 
-class WholeRun(StepFold):
+class WholeRun(StepChecker):
     """The job has made all its steps, and etcd has each of them once."""
 
     rule = "I11"
     lacks = "the log has no report of a job that has trained"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._done = set[int]()
+
+    def step(self, record: Event) -> None:
+        self._done.add(int(record["step"]))
+
     def finish(self, end: Event | None) -> None:
         super().finish(end)
         if end is None or end.get("aborted"):
             return
+        own = self.run.get("target") in OWN_TARGETS
         if end.get("phase") == "failed":
             self.violated("the job has failed", end)
+            return
         if "steps" not in self.report:
-            if self.run.get("target") in OWN_TARGETS:
+            if own:
                 self.violated("the run has left no report", end)
             return
         wanted = wanted_steps(self.run, self.report)
@@ -244,17 +296,21 @@ class WholeRun(StepFold):
                 committed is not None and list(committed) != list(range(1, wanted + 1))):
             self.violated(f"the run ended after {self.report['steps']} of {wanted} steps, and etcd has "
                           f"{len(committed or ())} of them")
+        elif own and (missing := [step for step in range(1, wanted + 1) if step not in self._done]):
+            self.violated(f"the log has no record of {len(missing)} steps, the first of them step {missing[0]}",
+                          rule=RUN)
 
     def evidence(self) -> str:
         return f"{self.report['steps']} steps, phase {(self.end or {}).get('phase')}" if "steps" in self.report else ""
 
 
 # -- I7 ----------------------------------------------------------------------------------------------------------------
-class SameAsBaseline(Fold):
+class SameAsBaseline(Checker):
     """What was trained in each step, and the weights after it, against the run without faults."""
 
     rule = "I7"
-    reads: ClassVar[frozenset[Kind]] = frozenset({Kind.STEP, Kind.CHANGE})
+    reads: ClassVar[frozenset[Kind]] = frozenset({Kind.STEP})
+    keys = (_VERSIONS,)
     lacks = "it needs a baseline, and deterministic: true in both runs"
 
     def __init__(self) -> None:
@@ -266,15 +322,15 @@ class SameAsBaseline(Fold):
         return bool(self.settings.get("deterministic"))
 
     def see(self, event: Event) -> None:
-        if not self._deterministic:
-            return
-        if event["kind"] == Kind.STEP:
+        if self._deterministic:
             self._values.add(int(event["step"]), {
                 name: hash(json.dumps(event[name], sort_keys=True)) for name in _SAME_VALUES
                 if event.get(name) is not None})
-        elif split(event["key"])[1].startswith("dcs/streams/policy/versions/") and (
-                (version := value_of(event)).get("state") == VersionState.COMMITTED):
-            self._weights[int((version.get("meta") or {}).get("step", -1))] = str(version.get("manifest"))
+
+    def transaction(self, found: Transaction) -> None:
+        for step in found.steps if self._deterministic else ():
+            if step.name.startswith(_VERSIONS) and step.new.get("state") == VersionState.COMMITTED:
+                self._weights[int((step.new.get("meta") or {}).get("step", -1))] = str(step.new.get("manifest"))
 
     def against(self, baseline: SameAsBaseline) -> None:
         if not (self._deterministic and baseline._deterministic):
@@ -292,3 +348,6 @@ class SameAsBaseline(Fold):
     def evidence(self) -> str:
         return f"{self._compared} steps compared with the baseline" if self._compared else ""
 
+
+CHECKERS: tuple[type[Checker], ...] = (
+    TrueWeights, NamedVersions, TrainedOnce, CommittedVersions, WholeRun, SameAsBaseline)

@@ -1,18 +1,20 @@
 """What a checker is, and what it says: the verdict on one rule, with the records that prove it. Pure.
 
-A rule has any number of checkers, of two forms. A *fold* sees the records one after the other and keeps what it needs,
-so that the log of a long run need not be held. A *replay* is one function of all records; it is given them anew, from
-the file where they are in one.
+A rule has any number of checkers. Each sees the records of a log once, in their order, and keeps what it needs, so that
+the log of a long run need not be held: the changes of etcd as transactions (``replay``), the others one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from chaos_tests.event_log import Event, Kind
+
+if TYPE_CHECKING:
+    from chaos_tests.validate.replay import Transaction
 
 MOST_SHOWN = 20
 """Violations of one checker that are kept; further ones are counted."""
@@ -77,13 +79,17 @@ class Verdict:
         return f"{self.rule} {self.state}: {self.evidence}"
 
 
-class Fold:
-    """A checker that sees the records in their order. ``found`` and ``evidence`` are asked at the end."""
+class Checker:
+    """Judges one rule. ``violations`` and ``evidence`` are asked for at the end."""
 
     rule: ClassVar[str]
-    reads: ClassVar[frozenset[Kind]]
-    """Kinds of the records that it is shown, beside the first and the last one."""
-    lacks: ClassVar[str]
+    reads: ClassVar[frozenset[Kind]] = frozenset()
+    """Kinds of the records that it is shown, beside the first and the last one. Changes come as transactions."""
+    keys: ClassVar[tuple[str, ...]] = ()
+    """How the names of keys begin (``replay.below``) whose transactions it is shown; "" begins all."""
+    judges: ClassVar[str] = ""
+    """What ``judged`` counts, in the plural."""
+    lacks: ClassVar[str] = "the log has no changes of etcd that the rule is about"
     """Why it has no evidence, where it has none."""
 
     def __init__(self) -> None:
@@ -91,6 +97,9 @@ class Fold:
         """The log's first record."""
         self.end: Event | None = None
         """Its last record, if it is whole."""
+        self.judged = 0
+        """How many things it has judged. Nothing judged is no evidence: neither that the rule was kept, nor that it was
+        violated."""
         self._violations, self._further = list[Violation](), 0
 
     def begin(self, run: Event) -> None:
@@ -98,6 +107,12 @@ class Fold:
 
     def see(self, event: Event) -> None:
         """A record of ``reads``."""
+
+    def transaction(self, found: Transaction) -> None:
+        """A transaction with a change of one of ``keys``; its other changes are in it too."""
+
+    def gap(self, first: int, last: int) -> None:
+        """The changes of these revisions were not seen. What is known of the keys is no longer true."""
 
     def finish(self, end: Event | None) -> None:
         """The log's end. What is known only then is violated here."""
@@ -107,12 +122,13 @@ class Fold:
         """``baseline``: the same checker, when it has seen the run without faults. Called after ``finish``."""
 
     def evidence(self) -> str:
-        """What it has looked at; "" where it has seen nothing that the rule is about."""
-        raise NotImplementedError
+        """What it has judged; "" where that is nothing."""
+        return f"{self.judged:,} {self.judges}" if self.judged else ""
 
-    def violated(self, what: str, *records: Event) -> None:
+    def violated(self, what: str, *records: Event, rule: str = "") -> None:
+        """``rule``: where it is another one than the checker's."""
         if len(self._violations) < MOST_SHOWN:
-            self._violations.append(Violation(self.rule, what, records))
+            self._violations.append(Violation(rule or self.rule, what, records))
         else:
             self._further += 1
 
@@ -129,16 +145,3 @@ class Fold:
         """Of the job."""
         found = self.run.get("settings")
         return found if isinstance(found, Mapping) else {}
-
-
-@dataclass(frozen=True)
-class Replay:
-    """A checker that is one function of the records."""
-
-    rules: tuple[str, ...]
-    """Those that its violations may be of."""
-    reads: Kind
-    """Kind of the records that it needs: without any it has no evidence."""
-    find: Callable[[Iterable[Event]], Iterator[Violation]]
-    what: str
-    """What its evidence is, after a number of records: "changes replayed by …"."""

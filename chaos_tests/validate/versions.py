@@ -1,196 +1,393 @@
-"""I1 to I3 of the catalog of versions: replay checks of what etcd held. What an operator's recovery of the catalog
-writes, while the catalog is suspended, is not judged."""
+"""I1 to I3 of the catalog of versions. What an operator's recovery of the catalog writes, while the catalog is
+suspended, is not judged."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from chaos_tests.event_log import Event
-from chaos_tests.validate.replay import Checker, Step, Transaction, below, replay
-from chaos_tests.validate.verdict import Violation
+from chaos_tests.validate.replay import Step, Transaction, below
+from chaos_tests.validate.running import RECOVERY_S
+from chaos_tests.validate.verdict import Checker
+from elastic_rl.etcd.job_records import ENDED_PHASES
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import VersionState
 
 _JOB = Keys("j")
-_EPOCH, _CATALOG = below(_JOB.epoch()), below(_JOB.dcs_catalog())
+_EPOCH, _CATALOG, _STATUS = below(_JOB.epoch()), below(_JOB.dcs_catalog()), below(_JOB.job_status())
 _STREAMS, _PINS = below(_JOB.streams_prefix()), below(_JOB.pins_prefix("")).rstrip("/") + "/"
+_NODES, _SETS = below(_JOB.dcs_node("")), below(_JOB.replica_sets_prefix("")).rstrip("/") + "/"
 _OF_VERSION = re.compile(re.escape(_STREAMS) + r"([^/]+)/versions/(\d+)")
 _OF_HEAD, _OF_NEXT = (re.compile(re.escape(_STREAMS) + rf"([^/]+)/{name}") for name in ("head", "next"))
 _OF_PIN = re.compile(re.escape(_PINS) + r"([^/]+)/(\d+)/.+")
+_OF_SETS = re.compile(re.escape(_SETS) + r"([^/]+)/(\d+)")
 
-STAGING, COMMITTED, RELEASING, RELEASED, ABORTED = "staging", "committed", "releasing", "gone", "aborted"
-_ALLOWED = {STAGING: {COMMITTED, ABORTED}, COMMITTED: {COMMITTED, RELEASING, RELEASED}, RELEASING: {RELEASED},
-            RELEASED: set[str](), ABORTED: set[str]()}
+STAGING, COMMITTED = VersionState.STAGING.value, VersionState.COMMITTED.value
+RELEASING, RELEASED, ABORTED = VersionState.RELEASING.value, VersionState.GONE.value, VersionState.ABORTED.value
+ALLOWED: Mapping[str, Set[str]] = {
+    STAGING: {COMMITTED, ABORTED}, COMMITTED: {RELEASING, RELEASED}, RELEASING: {RELEASED}, RELEASED: set(),
+    ABORTED: set()}
+"""State of a version → those that may follow it; each may stay as it is while it is committed. A leader of an older
+release goes by way of RELEASING."""
 _FIXED = ("stream", "number", "epoch", "created_at", "meta")
 _FIXED_BY_COMMIT = ("manifest", "nbytes", "committed_at")
 
 
-def _transactions(events: Iterable[Event]) -> Iterator[Transaction]:
-    """Those of catalogs that are not, and were not, suspended, with the steps of suspended ones left out."""
-    relevant = (_EPOCH, below(_JOB.root + "dcs/"))
-    for found in replay(events, lambda key: below(key).startswith(relevant)):
+class _Catalog(Checker):
+    """Is shown the steps of catalogs that are not, and were not, suspended."""
+
+    keys: ClassVar[tuple[str, ...]] = (_STREAMS,)
+
+    def transaction(self, found: Transaction) -> None:
         judged = list[Step]()
         for step in found.steps:
             catalog = step.scope + _CATALOG
             if not found.before(catalog).get("suspended") and not found.after.get(catalog).get("suspended"):
                 judged.append(step)
-        yield Transaction(found.revision, judged, found.after, found.absent_before, found.after_gap)
+        if judged:
+            self.judge(found, judged)
+
+    def judge(self, found: Transaction, steps: list[Step]) -> None:
+        raise NotImplementedError
 
 
-def _versions(found: Transaction) -> Iterator[tuple[Step, str, int]]:
-    for step in found.steps:
-        if match := _OF_VERSION.fullmatch(step.name):
+def _versions(steps: list[Step]) -> Iterator[tuple[Step, str, int]]:
+    """Those of versions, of which the log has what was put."""
+    for step in steps:
+        if not step.omitted and (match := _OF_VERSION.fullmatch(step.name)):
             yield step, match[1], int(match[2])
 
 
 def _catalog_deleted(found: Transaction, scope: str) -> bool:
     """Whether the job was taken off its cluster with all that it had."""
     step = found.step(scope + _CATALOG)
-    return step is not None and not step.change.put
+    return step is not None and not step.put
 
 
-def states(events: Iterable[Event]) -> Iterator[Violation]:
+class States(_Catalog):
     """A version goes STAGING → COMMITTED → GONE, or STAGING → ABORTED, and in no other way; what its publisher said of
     it does not change; only the record of one that is GONE or ABORTED is deleted."""
-    for found in _transactions(events):
-        for step, _, _ in _versions(found):
+
+    rule = "I3"
+    judges = "states of versions"
+
+    def judge(self, found: Transaction, steps: list[Step]) -> None:
+        for step, _, _ in _versions(steps):
             old, new = step.old, step.new
-            if not step.change.put:
-                if old and _ALLOWED.get(old["state"]) and not _catalog_deleted(found, step.scope):
-                    yield Violation("I3", f"{step.at()} was deleted while it was {old['state']}")
+            self.judged += 1
+            if not step.put:
+                if old and ALLOWED.get(old["state"]) and not _catalog_deleted(found, step.scope):
+                    self.violated(f"{step.at()} was deleted while it was {old['state']}", step.event)
             elif step.created and new.get("state") != STAGING:
-                yield Violation("I3", f"{step.at()} begins as {new.get('state')}")
+                self.violated(f"{step.at()} begins as {new.get('state')}", step.event)
             elif old and new:
-                if new["state"] not in _ALLOWED.get(old["state"], ()):
-                    yield Violation("I3", f"{step.at()} went from {old['state']} to {new['state']}")
-                fixed = _FIXED if old["state"] == STAGING else _FIXED + _FIXED_BY_COMMIT
-                if changed := [name for name in fixed if old.get(name) != new.get(name)]:
-                    yield Violation("I3", f"{step.at()} has another {', '.join(changed)} than before")
+                was, now = old["state"], new.get("state")
+                fixed = _FIXED if was == STAGING else _FIXED + _FIXED_BY_COMMIT
+                if now not in ALLOWED.get(was, ()) and not was == now == COMMITTED:
+                    self.violated(f"{step.at()} went from {was} to {now}", step.event)
+                elif changed := [name for name in fixed if old.get(name) != new.get(name)]:
+                    self.violated(f"{step.at()} has another {', '.join(changed)} than before", step.event)
 
 
-def numbers(events: Iterable[Event]) -> Iterator[Violation]:
+class Numbers(_Catalog):
     """Numbers of a stream only grow and none is used twice: each begin takes the next one, in one transaction."""
-    highest = dict[tuple[str, str], int]()
-    for found in _transactions(events):
-        for step in found.steps:
+
+    rule = "I3"
+    judges = "numbers of versions taken"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._highest = dict[tuple[str, str], int]()
+
+    def judge(self, found: Transaction, steps: list[Step]) -> None:
+        for step in steps:
             if (match := _OF_NEXT.fullmatch(step.name)) is None:
                 continue
-            if not step.change.put:
+            if not step.put:
                 if not _catalog_deleted(found, step.scope):
-                    yield Violation("I3", f"{step.at()} was deleted")
-                highest = {k: n for k, n in highest.items() if k[0] != step.scope}
+                    self.violated(f"{step.at()} was deleted", step.event)
+                self._highest = {k: n for k, n in self._highest.items() if k[0] != step.scope}
                 continue
-            number, stream = int(step.change.value), (step.scope, match[1])
-            if number <= highest.get(stream, 0):
-                yield Violation("I3", f"{step.at()} is {number} after {highest[stream]}")
-            highest[stream] = max(number, highest.get(stream, 0))
-            if found.step(Keys(step.job).version(match[1], number)) is None:
-                yield Violation("I3", f"{step.at()} took number {number} without its version")
-        for step, stream_name, number in _versions(found):
+            number, stream = int(step.value), (step.scope, match[1])
+            highest = self._highest.get(stream, 0)
+            self.judged += 1
+            if number <= highest:
+                self.violated(f"{step.at()} is {number} after {highest}", step.event)
+            elif found.step(Keys(step.job).version(match[1], number)) is None:
+                self.violated(f"{step.at()} took number {number} without its version", step.event)
+            self._highest[stream] = max(number, highest)
+        for step, stream_name, number in _versions(steps):
             counted = found.step(Keys(step.job).stream_next(stream_name))
-            if step.created and (counted is None or counted.change.value != str(number)):
-                yield Violation("I3", f"{step.at()} was begun with a number that the stream did not give it")
+            if step.created and (counted is None or counted.value != str(number)):
+                self.violated(f"{step.at()} was begun with a number that the stream did not give it", step.event)
 
 
-def heads(events: Iterable[Event]) -> Iterator[Violation]:
-    """The head of a stream never goes back, and its record is that of a committed version."""
-    last = dict[str, int]()
-    for found in _transactions(events):
-        for step in found.steps:
-            if (match := _OF_HEAD.fullmatch(step.name)) is None:
-                continue
-            if not step.change.put:
-                if not _catalog_deleted(found, step.scope):
-                    yield Violation("I3", f"{step.at()} was deleted")
-                last.pop(step.change.key, None)
-                continue
-            number = int(step.new.get("number", 0))
-            if number < last.get(step.change.key, 0):
-                yield Violation("I3", f"{step.at()} went back from {last[step.change.key]} to {number}")
-            last[step.change.key] = max(number, last.get(step.change.key, 0))
-            version = found.after.present.get(Keys(step.job).version(match[1], number))
-            if step.new.get("state") != COMMITTED:
-                yield Violation("I2", f"{step.at()} names version {number}, which is {step.new.get('state')}")
-            elif version is not None and version.value != step.change.value:
-                yield Violation("I2", f"{step.at()} differs from the record of version {number}")
-        for step, stream, number in _versions(found):
+class Heads(_Catalog):
+    """The head of a stream never goes back, and its record is that of a committed version, which it stays while it is
+    the head."""
+
+    rule = "I3"
+    judges = "versions that became visible"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = dict[str, int]()
+
+    def judge(self, found: Transaction, steps: list[Step]) -> None:
+        for step in steps:
+            if (match := _OF_HEAD.fullmatch(step.name)) is not None and not step.omitted:
+                self._head(found, step, match[1])
+        for step, stream, number in _versions(steps):
             head = Keys(step.job).stream_head(stream)
             if (step.new.get("state") != COMMITTED and found.after.get(head).get("number") == number
-                    and not _catalog_deleted(found, step.scope)):
-                yield Violation("I3", f"{step.at()} is the head, and was made {step.new.get('state', 'absent')}")
+                    and found.step(head) is None and not _catalog_deleted(found, step.scope)):
+                self.violated(f"{step.at()} is the head, and was made {step.new.get('state', 'absent')}", step.event)
+
+    def _head(self, found: Transaction, step: Step, stream: str) -> None:
+        last = self._last.get(step.key, 0)
+        if not step.put:
+            if not _catalog_deleted(found, step.scope) and not found.ended(step.scope):
+                self.violated(f"{step.at()} was deleted", step.event)
+            self._last.pop(step.key, None)
+            return
+        number, state = int(step.new.get("number", 0)), step.new.get("state")
+        key = Keys(step.job).version(stream, number)
+        version = found.after.present.get(key)
+        self._last[step.key] = max(number, last)
+        self.judged += 1
+        if number < last:
+            self.violated(f"{step.at()} went back from {last} to {number}", step.event)
+        elif state != COMMITTED or found.after.lacks(key):
+            self.violated(f"{step.at()} names version {number}, which is {state if version else 'absent'}", step.event,
+                          rule="I2")
+        elif version is not None and not version.get("omitted_bytes") and version["value"] != step.value:
+            self.violated(f"{step.at()} differs from the record of version {number}", step.event, version, rule="I2")
 
 
-def commits(events: Iterable[Event]) -> Iterator[Violation]:
+class Commits(_Catalog):
     """A version is committed in one transaction with its head, its replica sets and the end of its publisher's key,
     which was there until then; every part is on a node that is registered; the catalog counts the commit."""
-    for found in _transactions(events):
-        committed = dict[str, int]()
-        for step, stream, number in _versions(found):
-            if step.new.get("state") != COMMITTED or step.old.get("state") != STAGING:
-                continue
-            keys = Keys(step.job)
-            committed[step.scope] = committed.get(step.scope, 0) + 1
-            yield from (Violation("I2", f"{step.at()} was committed {why}")
-                        for why in _why_incomplete(found, step.new, keys, stream, number))
-        for scope in committed:
+
+    rule = "I2"
+    keys = (_STREAMS, _CATALOG)
+    judges = "versions committed"
+
+    def judge(self, found: Transaction, steps: list[Step]) -> None:
+        scopes = set[str]()
+        for step, stream, number in _versions(steps):
+            if step.new.get("state") == COMMITTED and step.old.get("state") == STAGING:
+                scopes.add(step.scope)
+                self.judged += 1
+                if why := [*_why_incomplete(found, step.new, Keys(step.job), stream, number)]:
+                    self.violated(f"{step.at()} was committed {', and '.join(why)}", step.event)
+        for scope in scopes:
             counted = found.step(scope + _CATALOG)
             if counted is None or counted.old and counted.new.get("commits") != counted.old.get("commits", 0) + 1:
-                yield Violation("I2", f"revision {found.revision}: a commit that {scope}{_CATALOG} does not count")
-        for step in found.steps:
+                self.violated(f"revision {found.revision}: a commit that {scope}{_CATALOG} does not count",
+                              *(step.event for step in found.steps[:1]))
+        for step in steps:
             if step.name == _CATALOG and step.old and step.new:
                 if step.old["id"] != step.new["id"]:
-                    yield Violation("I3", f"{step.at()} became another catalog")
+                    self.violated(f"{step.at()} became another catalog", step.event, rule="I3")
                 elif step.new.get("commits", 0) < step.old.get("commits", 0):
-                    yield Violation("I3", f"{step.at()} counts fewer commits than before")
+                    self.violated(f"{step.at()} counts fewer commits than before", step.event, rule="I3")
 
 
-def _why_incomplete(found: Transaction, version: dict[str, Any], keys: Keys, stream: str, number: int
+def _why_incomplete(found: Transaction, version: Mapping[str, Any], keys: Keys, stream: str, number: int
                     ) -> Iterator[str]:
     if not version.get("manifest"):
         yield "without a manifest"
     if found.step(keys.stream_head(stream)) is None:
         yield "without becoming the head"
     owner = found.step(keys.staging_owner(stream, number))
-    if owner is None or owner.change.put or keys.staging_owner(stream, number) in found.absent_before:
+    if owner is None or owner.put or keys.staging_owner(stream, number) in found.absent_before:
         yield "after the end of its publisher's lease"
     sets = found.step(keys.replica_sets(stream, number))
-    if sets is None or not sets.change.put:
+    if sets is None or not sets.put:
         yield "without its replica sets"
-        return
-    if not sets.change.omitted_bytes:
+    elif not sets.omitted:
         parts = sets.new.get("parts", [])
         if not parts or not all(parts):
             yield f"although not all of its parts are stored: {parts}"
-        if lost := sorted({node for part in parts for node in part if keys.dcs_node(node) in found.after.absent}):
+        if lost := sorted({node for part in parts for node in part if found.after.lacks(keys.dcs_node(node))}):
             yield f"on nodes that are gone: {', '.join(lost)}"
 
 
-def epochs(events: Iterable[Event]) -> Iterator[Violation]:
+class Epochs(_Catalog):
     """A version is begun and committed in the epoch that it names, which is the run's present one."""
-    for found in _transactions(events):
-        for step, _, _ in _versions(found):
+
+    rule = "I1"
+    judges = "versions begun or committed in a known epoch"
+
+    def judge(self, found: Transaction, steps: list[Step]) -> None:
+        for step, _, _ in _versions(steps):
             begun = step.created or step.old.get("state") == STAGING and step.new.get("state") == COMMITTED
             epoch = found.before(step.scope + _EPOCH).get("number")
-            if begun and epoch is not None and step.new.get("epoch") != epoch:
-                yield Violation("I1", f"{step.at()} became {step.new.get('state')} under epoch {step.new.get('epoch')} "
-                                      f"in epoch {epoch}")
+            if begun and epoch is not None:
+                self.judged += 1
+                if step.new.get("epoch") != epoch:
+                    self.violated(f"{step.at()} became {step.new.get('state')} under epoch {step.new.get('epoch')} in "
+                                  f"epoch {epoch}", step.event)
 
 
-def pins(events: Iterable[Event]) -> Iterator[Violation]:
+class Pins(_Catalog):
     """Only a committed version is pinned, and none is released while somebody pins it."""
-    for found in _transactions(events):
-        for step, stream, number in _versions(found):
-            if step.new.get("state") == RELEASED and (
-                    held := found.after.under(Keys(step.job).pins_prefix(stream, number))):
-                yield Violation("I3", f"{step.at()} was released while {held[0]} pinned it")
-        for step in found.steps:
-            if (match := _OF_PIN.fullmatch(step.name)) is not None and step.change.put:
+
+    rule = "I3"
+    keys = (_STREAMS, _PINS)
+    judges = "pins and releases"
+
+    def judge(self, found: Transaction, steps: list[Step]) -> None:
+        for step, stream, number in _versions(steps):
+            if step.new.get("state") == RELEASED:
+                self.judged += 1
+                if held := found.after.under(Keys(step.job).pins_prefix(stream, number)):
+                    self.violated(f"{step.at()} was released while {held[0]} pinned it", step.event)
+        for step in steps:
+            if step.put and (match := _OF_PIN.fullmatch(step.name)) is not None:
                 key = Keys(step.job).version(match[1], int(match[2]))
                 state = found.after.get(key).get("state")
-                if key in found.after.absent or state not in (None, COMMITTED):
-                    yield Violation("I3", f"{step.at()} pins a version that is {state or 'deleted'}")
+                self.judged += 1
+                if found.after.lacks(key) or state not in (None, COMMITTED):
+                    self.violated(f"{step.at()} pins a version that is {state or 'deleted'}", step.event)
 
 
-CHECKERS: tuple[tuple[str, Checker], ...] = (
-    ("I3", states), ("I3", numbers), ("I3", heads), ("I2", commits), ("I1", epochs), ("I3", pins))
+@dataclass
+class _Held:
+    """A committed version that nobody has released, and where its parts are."""
+
+    stream: str
+    number: int
+    parts: list[list[str]]
+    failed: set[str] = field(default_factory=set)
+    """Nodes that have failed since the leader has last said that each part is on as many as it should be. What one has
+    kept that comes back is to be checked."""
+    whole: bool = False
+    """Whether each part was on a node that was there: a version that was committed without is no version lost."""
+    lost_at: float | None = None
+    """Since when a part is on no node that is registered."""
+    proof: tuple[Event, ...] = ()
+
+
+class KeptVersions(Checker):
+    """No committed version that was not released is lost while fewer nodes fail than hold it. Where as many have
+    failed, the head is whole again, or another version is the head, within ``RECOVERY_S`` and when the job ends."""
+
+    rule = "I3"
+    keys = (_STREAMS, _SETS, _NODES, _STATUS)
+    judges = "changes of where the parts of versions are"
+    lacks = "the log has no replica sets of versions"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held = dict[str, dict[tuple[str, int], _Held]]()
+        self._nodes, self._gone = dict[str, set[str]](), dict[str, set[str]]()
+        """Nodes that were seen to be registered, and to be no longer. Of others nothing is known."""
+        self._heads = dict[str, dict[str, int]]()
+        self._over, self._at = set[str](), 0.0
+
+    def gap(self, first: int, last: int) -> None:
+        for known in (self._held, self._nodes, self._gone, self._heads):
+            known.clear()
+
+    def transaction(self, found: Transaction) -> None:
+        self._at = found.at
+        touched, said = set[str](), set[tuple[str, str, int]]()
+        for step in found.steps:
+            if step.name.startswith(_NODES):
+                self._node(step)
+                touched.add(step.scope)
+            elif (match := _OF_SETS.fullmatch(step.name)) is not None:
+                self._sets(found, step, match[1], int(match[2]))
+                touched.add(step.scope)
+                said.add((step.scope, match[1], int(match[2])))
+            elif (match := _OF_HEAD.fullmatch(step.name)) is not None and step.new:
+                self._heads.setdefault(step.scope, {})[match[1]] = int(step.new.get("number", 0))
+                touched.add(step.scope)
+            elif step.name == _STATUS and step.new:
+                if step.new.get("phase") in ENDED_PHASES:
+                    self._job_ended(step.scope)
+                else:
+                    self._over.discard(step.scope)
+        for scope in touched - self._over:
+            suspended = found.after.get(scope + _CATALOG).get("suspended")
+            for held in () if suspended else [*self._held.get(scope, {}).values()]:
+                self._judge(scope, held, said=(scope, held.stream, held.number) in said)
+        for step, stream, number in _versions(found.steps):
+            if step.new.get("state") != COMMITTED:  # it is released, or was never visible
+                self._held.get(step.scope, {}).pop((stream, number), None)
+
+    def _node(self, step: Step) -> None:
+        node = step.name.removeprefix(_NODES)
+        nodes, gone = self._nodes.setdefault(step.scope, set()), self._gone.setdefault(step.scope, set())
+        for there, away in ((nodes, gone) if step.put else (gone, nodes),):
+            there.add(node)
+            away.discard(node)
+        if not step.put or step.created or step.new.get("lost_chunks"):
+            for held in self._held.get(step.scope, {}).values():
+                held.failed.add(node)
+
+    def _sets(self, found: Transaction, step: Step, stream: str, number: int) -> None:
+        versions = self._held.setdefault(step.scope, {})
+        state = found.after.get(Keys(step.job).version(stream, number)).get("state")
+        if not step.put or step.omitted or state != COMMITTED:
+            versions.pop((stream, number), None)
+            return
+        self.judged += 1
+        held = versions.setdefault((stream, number), _Held(stream, number, []))
+        held.parts, held.proof = [list(part) for part in step.new.get("parts", [])], (step.event,)
+
+    def _judge(self, scope: str, held: _Held, *, said: bool) -> None:
+        """``said``: whether the leader has just written where its parts are."""
+        nodes, gone = self._nodes.get(scope, set()), self._gone.get(scope, set())
+        there = [sum(node not in gone for node in part) for part in held.parts]
+        if there and all(there):
+            if said and min(there) >= self._replicas(len(nodes)):
+                held.failed.clear()
+            held.whole = True
+            self._found_again(scope, held)
+        elif held.whole and held.lost_at is None:
+            held.lost_at = self._at
+            holders = self._replicas(len(nodes | held.failed))
+            if len(held.failed) < holders:
+                self._lost(scope, held, f"while {len(held.failed)} nodes had failed, of {holders} that hold each part")
+
+    def _found_again(self, scope: str, held: _Held) -> None:
+        since, held.lost_at = held.lost_at, None
+        if since is not None and self._at - since > RECOVERY_S and self._is_head(scope, held):
+            self._lost(scope, held, f"for {self._at - since:.0f} s")
+
+    def _job_ended(self, scope: str) -> None:
+        """Its nodes stop, and keep what is on their disks."""
+        if scope in self._over:
+            return
+        self._over.add(scope)
+        for held in [*self._held.get(scope, {}).values()]:
+            if held.lost_at is not None and self._is_head(scope, held) and not all(held.parts):
+                self._lost(scope, held, "when the job ended")
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        for scope, versions in self._held.items():
+            for held in [*versions.values()] if scope not in self._over else ():
+                self._found_again(scope, held)
+
+    def _is_head(self, scope: str, held: _Held) -> bool:
+        return self._heads.get(scope, {}).get(held.stream) == held.number
+
+    def _lost(self, scope: str, held: _Held, when: str) -> None:
+        self.violated(f"version {held.number} of {held.stream} has a part that is on no node that is there, {when}",
+                      *held.proof)
+        self._held[scope].pop((held.stream, held.number), None)  # one loss is one violation
+
+    def _replicas(self, nodes: int) -> int:
+        told = (self.settings.get("dcs") or {}).get("replicas", "auto")
+        return max(1, min(_AUTO, nodes)) if told == "auto" else max(1, min(int(told), nodes))
+
+
+_AUTO = 2
+"""Nodes that hold each part where ``dcs.replicas`` is auto, and so many are there."""
+CHECKERS: tuple[type[Checker], ...] = (States, Numbers, Heads, Commits, Epochs, Pins, KeptVersions)

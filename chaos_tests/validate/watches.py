@@ -3,68 +3,143 @@ reconnects; where changes were compacted, the client reads the range again. Also
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.validate.replay import Checker
-from chaos_tests.validate.verdict import Violation
+from chaos_tests.validate.replay import Transaction
+from chaos_tests.validate.verdict import RUN, Checker
 
 _Seen = tuple[int, bool, str]
 """Revision, whether it is a put, key."""
+_MOST_CHANGES = 500_000
+"""Newest changes that are kept for what watches have delivered."""
+_AT_ONCE = 20_000
+"""Changes of a watch that are judged together."""
 
 
-def observed_order(events: Iterable[Event]) -> Iterator[Violation]:
-    """The observer's record is whole and in order: revisions grow, and a transaction changes a key once. A record that
-    breaks this proves nothing."""
-    last, keys = 0, set[str]()
-    for event in events:
-        if event["kind"] == Kind.GAP:
-            if event["first"] <= last or event["last"] < event["first"]:
-                yield Violation("run", f"the observer lost revisions {event['first']} to {event['last']} after {last}")
-            last, keys = max(last, event["last"]), set()
-        elif event["kind"] == Kind.CHANGE:
-            revision, key = event["revision"], event["key"]
-            if revision < last:
-                yield Violation("run", f"the observer saw revision {revision} after {last}")
-            elif revision == last and key in keys:
-                yield Violation("run", f"the observer saw {key} twice at revision {revision}")
-            keys = keys | {key} if revision == last else {key}
-            last = max(last, revision)
+class ObservedOrder(Checker):
+    """The observer's record is whole and in order: revisions grow, a transaction changes a key once, and it goes on to
+    the last revision of the run. A record that breaks this proves nothing."""
+
+    rule = RUN
+    keys = ("",)
+    judges = "transactions of etcd observed"
+    lacks = "the observer saw no change of etcd"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = self._unseen = 0
+
+    def gap(self, first: int, last: int) -> None:
+        self._unseen += max(0, last - first + 1)
+        if first <= self._last or last < first:
+            self.violated(f"the observer lost revisions {first} to {last} after {self._last}")
+        self._last = max(self._last, last)
+
+    def transaction(self, found: Transaction) -> None:
+        self.judged += 1
+        if found.revision <= self._last:
+            self.violated(f"the observer saw revision {found.revision} after {self._last}", found.steps[0].event)
+        elif len({step.key for step in found.steps}) < len(found.steps):
+            self.violated(f"the observer saw a key twice at revision {found.revision}",
+                          *(step.event for step in found.steps))
+        self._last = max(self._last, found.revision)
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        until = int((end or {}).get("revision") or 0)
+        if not self.judged:
+            self.violated(self.lacks)
+        elif self._last < until:
+            self.violated(f"the observer saw etcd up to revision {self._last}, and the run ended at {until}")
+
+    def evidence(self) -> str:
+        gaps = f", and {self._unseen:,} revisions not: they were compacted before" if self._unseen else ""
+        return super().evidence() + gaps if self.judged else ""
 
 
-def watches(events: Iterable[Event]) -> Iterator[Violation]:
+class Watches(Checker):
     """What each watch delivered is what the store did under its prefix, in that order, from where it began or has read
     the range again, up to the last change that it delivered."""
-    store, gaps = list[_Seen](), list[tuple[int, int]]()
-    delivered = defaultdict[tuple[str, str], list[Event]](list)
-    for event in events:
-        if event["kind"] == Kind.CHANGE:
-            store.append((event["revision"], event["put"], event["key"]))
-        elif event["kind"] == Kind.GAP:
-            gaps.append((event["first"], event["last"]))
-        elif event["kind"] == Kind.WATCH:
-            delivered[event["client"], event["prefix"]].append(event)
-    for (client, prefix), found in delivered.items():
-        changes = [s for s in store if s[2].startswith(prefix)]
-        for problem in _of_watch(found, changes, gaps):
-            yield Violation("I1", f"the watch of {client} on {prefix}: {problem}")
+
+    rule = "I1"
+    reads = frozenset({Kind.WATCH})
+    keys = ("",)
+    judges = "changes delivered by watches"
+    lacks = "the log has no watches"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._store, self._gaps = deque[_Seen](maxlen=_MOST_CHANGES), [(0, 0)]
+        """Of the gaps the first is that of changes so old that they are not kept."""
+        self._watches = dict[tuple[str, str], _Delivered]()
+
+    def transaction(self, found: Transaction) -> None:
+        if len(self._store) + len(found.steps) > _MOST_CHANGES:
+            self._gaps[0] = (0, self._store[len(found.steps)][0])
+        self._store.extend((step.revision, step.put, step.key) for step in found.steps)
+
+    def gap(self, first: int, last: int) -> None:
+        self._gaps.append((first, last))
+
+    def see(self, event: Event) -> None:
+        of = (str(event["client"]), str(event["prefix"]))
+        revision, listed = int(event["revision"]), bool(event.get("listed"))
+        watch = self._watches.setdefault(of, _Delivered(revision if listed else revision - 1))
+        if listed:
+            last = watch.changes[-1][0] if watch.changes else watch.since
+            watch.parts.append((watch.since, watch.changes))
+            if revision < last:
+                self._wrong(of, f"it read the range at revision {revision}, after {last}")
+            watch.since, watch.changes = revision, []
+        else:
+            self.judged += 1
+            watch.changes.append((revision, bool(event["put"]), str(event["key"])))
+            watch.count += 1
+        if watch.count >= _AT_ONCE and self._store and self._store[-1][0] >= revision:
+            self._judge(of, watch, whole=False)
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        for of, watch in self._watches.items():
+            self._judge(of, watch, whole=True)
+
+    def _judge(self, of: tuple[str, str], watch: _Delivered, *, whole: bool) -> None:
+        """Judges what was delivered, and forgets it. ``whole``: also the last transaction, of which more may come."""
+        last = watch.changes[-1][0] if watch.changes else 0
+        now = [change for change in watch.changes if whole or change[0] < last]
+        parts = [*watch.parts, (watch.since, now)]
+        watch.parts, watch.count = [], 0
+        if now and not whole:
+            watch.since, watch.changes = now[-1][0], watch.changes[len(now):]
+        changes = [change for change in self._store if change[2].startswith(of[1])]
+        revisions = [change[0] for change in changes]
+        for since, got in parts:
+            if got and not any(first <= got[-1][0] and since < until for first, until in self._gaps):
+                wanted = changes[bisect_right(revisions, since):bisect_right(revisions, max(c[0] for c in got))]
+                for problem in _differences(got, wanted):
+                    self._wrong(of, problem)
+
+    def _wrong(self, of: tuple[str, str], problem: str) -> None:
+        self.violated(f"the watch of {of[0]} on {of[1]}: {problem}")
 
 
-def _of_watch(delivered: list[Event], changes: list[_Seen], gaps: list[tuple[int, int]]) -> Iterator[str]:
-    listed, got = delivered[0]["revision"] - (not delivered[0].get("listed")), list[_Seen]()
-    for event in [*delivered, None]:
-        if event is not None and not event.get("listed"):
-            got.append((event["revision"], event["put"], event["key"]))
-            continue
-        if got and not any(first <= got[-1][0] and listed < last for first, last in gaps):
-            yield from _differences(got, [c for c in changes if listed < c[0] <= got[-1][0]])
-        if event is not None and event["revision"] < (got[-1][0] if got else listed):
-            yield f"it read the range at revision {event['revision']}, after {got[-1][0] if got else listed}"
-        listed, got = event["revision"] if event is not None else 0, []
+@dataclass
+class _Delivered:
+    """What one watch has delivered and is not judged yet."""
+
+    since: int
+    """Revision after which its present changes are."""
+    changes: list[_Seen] = field(default_factory=list)
+    parts: list[tuple[int, list[_Seen]]] = field(default_factory=list)
+    """Of before it has read the range again: after which revision, and the changes."""
+    count: int = 0
 
 
-def _differences(got: list[_Seen], wanted: list[_Seen]) -> Iterator[str]:
+def _differences(got: Sequence[_Seen], wanted: Sequence[_Seen]) -> Iterator[str]:
     came, made = set(got), set(wanted)
     if len(came) < len(got):
         seen = set[_Seen]()
@@ -79,4 +154,4 @@ def _differences(got: list[_Seen], wanted: list[_Seen]) -> Iterator[str]:
         yield f"{got[n][2]} of revision {got[n][0]} came in another order"
 
 
-CHECKERS: tuple[tuple[str, Checker], ...] = (("run", observed_order), ("I1", watches))
+CHECKERS: tuple[type[Checker], ...] = (ObservedOrder, Watches)

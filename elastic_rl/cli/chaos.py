@@ -427,8 +427,12 @@ def _show(outcome: Outcome, output: Format) -> None:
             say(f"VIOLATION  {line}")
         if len(outcome.wrong) > _PROBLEMS_SHOWN:
             say(f"and {len(outcome.wrong) - _PROBLEMS_SHOWN} more")
-        say(f"aborted: {outcome.aborted}" if outcome.aborted else
-            "every rule was kept" if not outcome.wrong else f"{len(outcome.wrong)} violations")
+        if outcome.aborted:
+            say(f"aborted: {outcome.aborted}")
+        elif outcome.wrong:
+            say(f"{len(outcome.wrong)} violations")
+        say(f"{len(outcome.kept)} rules kept"
+            + (f", {len(outcome.unseen)} unseen: {', '.join(outcome.unseen)}" if outcome.unseen else ""))
         say(f"results  {outcome.folder}")
         say(f"again    {again}")
     if outcome.failed:

@@ -131,7 +131,7 @@ class Log:
     def alert(self, id_: str, kind: str, subject: str, phase: str, since: float) -> None:
         self.put((f"{KEYS.alerts_prefix()}{kind}/{subject}/{id_}", {
             "id": id_, "kind": kind, "subject": subject, "severity": "error", "phase": phase, "since": since,
-            "notify_resolved": True}))
+            "fired_at": since, "notify_resolved": True}))
         self.add(Kind.NOTIFICATION, alert=kind, subject=subject, phase=phase, key=id_)
 
     def _engine_killed(self) -> None:

@@ -12,10 +12,11 @@ import pytest
 
 from chaos_tests.event_log import Kind
 from chaos_tests.history import Operation
-from chaos_tests.model.created import CREATE, READ, CreatedOnce
 from chaos_tests.model.linearizability import check as linearizable
+from chaos_tests.model.models import MODELS, OPERATION
+from chaos_tests.model.operation import ABSENT, Call
 from chaos_tests.observation import Change
-from chaos_tests.traffic.cluster_changes import CORDONED, DRAINED, USED, model_of, violations, wanted_of_host
+from chaos_tests.traffic.cluster_changes import CORDONED, DRAINED, USED, violations, wanted_of_host
 from chaos_tests.traffic.driver_writes import PREFIX, Driver
 from chaos_tests.validate import assignments, hosts
 from chaos_tests.validate.assignments import superseded
@@ -129,13 +130,13 @@ def op(client: str, key: str, call: str, argument: Any, began: float, ended: flo
 
 
 def test_request_with_one_key_creates_one_thing() -> None:
-    history = [op("a", "key k", CREATE, None, 0, None), op("b", "key k", CREATE, None, 1, 2, "x"),
-               op("a", "key k", CREATE, None, 3, 4, "x"), op("c", "key k", READ, "x", 5, 6, True)]
+    history = [op("a", "key k", Call.CREATE, None, 0, None), op("b", "key k", Call.CREATE, None, 1, 2, "x"),
+               op("a", "key k", Call.CREATE, None, 3, 4, "x"), op("c", "key k", Call.GET, "x", 5, 6, "running")]
     assert violations(history, {}) == []
-    twice = [*history, op("b", "key k", CREATE, None, 7, 8, "y")]
+    twice = [*history, op("b", "key k", Call.CREATE, None, 7, 8, "y")]
     assert len(violations(twice, {})) == 1
-    assert len(linearizable(CreatedOnce(), [*history, op("c", "key k", READ, "x", 7, 8, False)])) == 1
-    assert model_of("key k").endswith("created") and model_of(A).endswith("number")
+    gone = [*history, op("c", "key k", Call.GET, "x", 7, 8, ABSENT)]
+    assert len(linearizable(MODELS[OPERATION].model, gone)) == 1
 
 
 def test_stale_read_of_what_is_wanted_of_a_host_is_found() -> None:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chaos_tests.history import Operation
-from chaos_tests.model import assignment, catalog, counter, models, operation, registration, terms
+from chaos_tests.model import assignment, catalog, counter, created, models, operation, registration, terms
 from chaos_tests.model.linearizability import check
 
 REFUSED = "refused"
@@ -404,6 +404,63 @@ def counter_script(client: Client) -> tuple[str, Any]:
     return "add", f"key-{client.choose.randrange(12)}"
 
 
+@dataclass
+class CreatedObject:
+    """A thing that one key creates."""
+
+    bug: str = ""
+    ids: list[str] = field(default_factory=list)
+    deleted: bool = False
+
+    def create(self, client: str, _: Any) -> str:
+        if self.deleted and self.bug != "created again":
+            return REFUSED
+        if not self.ids or self.deleted or self.bug == "created twice":
+            self.ids.append(f"id-{len(self.ids)}")
+            self.deleted = False
+        return self.ids[-1]
+
+    def read(self, client: str, id_: str) -> bool:
+        return id_ in self.ids[-1:] and not self.deleted
+
+    def delete(self, client: str, id_: str) -> str | None:
+        if not self.read(client, id_):
+            return REFUSED
+        self.deleted = self.bug != "delete without effect"
+        return None
+
+
+def created_script(client: Client) -> tuple[str, Any]:
+    made = client.last(created.CREATE)
+    if made is None or made[2] == REFUSED:
+        return created.CREATE, None
+    return client.choose.choice([(created.CREATE, None), (created.READ, made[2]), (created.READ, made[2]),
+                                 (created.DELETE, made[2])])
+
+
+@dataclass
+class PoolObject:
+    """A number with a revision that a driver writes again as it is."""
+
+    bug: str = ""
+    number: int = 3
+    revision: int = 7
+    before: tuple[int, int] = (3, 7)
+
+    def read(self, client: str, _: Any) -> tuple[int, int]:
+        return self.before if self.bug == "stale read" else (self.number, self.revision)
+
+    def write(self, client: str, number: int) -> tuple[int, int]:
+        self.before = (self.number, self.revision)
+        self.revision += 1 + (number == self.number)  # as if a driver had taken over
+        self.number = number + (self.bug == "another number" and number == 4)
+        return number, self.revision
+
+
+def pool_script(client: Client) -> tuple[str, Any]:
+    return client.choose.choice([("read", None), ("read", None), ("write", client.choose.randrange(6))])
+
+
 OBJECTS: dict[str, tuple[type, Script, list[str]]] = {
     "terms": (TermsObject, terms_script, ["term twice", "no fencing", "lost update", "stale read"]),
     "assignment": (AssignmentObject, assignment_script, ["put without its condition", "generation twice",
@@ -411,6 +468,8 @@ OBJECTS: dict[str, tuple[type, Script, list[str]]] = {
     "operation": (OperationObject, operation_script, ["created twice", "end is not final", "deleted while it runs"]),
     "registration": (RegistrationObject, registration_script, ["registered twice", "id reused"]),
     "counter": (CounterObject, counter_script, ["counted twice", "number twice"]),
+    "created": (CreatedObject, created_script, ["created twice", "created again", "delete without effect"]),
+    "pool": (PoolObject, pool_script, ["stale read", "another number"]),
 }
 
 

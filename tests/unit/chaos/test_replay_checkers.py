@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.validate import fencing, groups, lifecycles, replays, versions, watches
-from chaos_tests.validate.replay import Checker
+from chaos_tests.validate import groups, judge, watches
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 
@@ -50,7 +49,7 @@ class Etcd:
 
 def broken(etcd: Etcd) -> list[str]:
     """What any checker says, each once."""
-    return [f"{v.rule} {v.what}" for _, check in replays.CHECKERS for v in check(etcd.events)]
+    return [f"{v.rule} {v.what}" for v in judge.broken(etcd.events)]
 
 
 # -- the catalog of versions -------------------------------------------------------------------------------------------
@@ -369,7 +368,7 @@ def trained(*states: tuple[int, list[list[int]]]) -> Etcd:
 
 def test_consumed_groups_stay_consumed() -> None:
     def found(etcd: Etcd) -> list[str]:
-        return [str(v) for v in groups.consumed(etcd.events)]
+        return [str(v) for v in judge.broken(etcd.events, [groups.Consumed])]
 
     assert found(trained((1, [[0, 4]]), (2, [[0, 4], [5, 8]]), (3, [[0, 8]]))) == []
     assert len(found(trained((1, [[0, 4]]), (2, [[0, 3], [5, 8]])))) == 1
@@ -417,13 +416,14 @@ def changes(*revisions: int) -> list[Event]:
     (False, [*changes(5), {"kind": Kind.GAP, "first": 4, "last": 6}]),
 ], ids=["whole", "read again", "two", "gap", "lost", "twice", "order", "invented", "read back", "observer back",
         "observer twice", "gap over what was seen"])
-def test_watch_delivers_each_change_once_in_order(keeps: bool, events: list[Event]) -> None:
-    found = [str(v) for _, check in watches.CHECKERS for v in check(events)]
+@pytest.mark.parametrize("at_once", [1, 2, 20_000])
+def test_watch_delivers_each_change_once_in_order(keeps: bool, events: list[Event], at_once: int,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watches, "_AT_ONCE", at_once)
+    found = [str(v) for v in judge.broken(events, watches.CHECKERS)]
     assert (found == []) == keeps, found
 
 
-def test_every_checker_is_listed_once_and_says_what_it_proves() -> None:
-    modules = (watches, versions, fencing, lifecycles, groups)
-    listed: list[tuple[str, Checker]] = [entry for module in modules for entry in module.CHECKERS]
-    assert [*replays.CHECKERS] == listed and len({check for _, check in listed}) == len(listed)
-    assert all(check.__doc__ for _, check in listed)
+def test_every_checker_says_what_it_proves_and_counts_what_it_judged() -> None:
+    assert len({*judge.CHECKERS}) == len(judge.CHECKERS)
+    assert all(check.__doc__ and check.judges for check in judge.OF_STORE)

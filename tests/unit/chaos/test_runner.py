@@ -1,14 +1,32 @@
-"""What the runner reads of notifications. Pure."""
+"""What the runner reads of notifications, and what it makes of a job of which nothing is heard."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
+from chaos_tests import runner
+from chaos_tests.abort import AbortSwitch
+from chaos_tests.event_log import Event, EventLog
+from chaos_tests.nemesis.schedule import Schedule
 from chaos_tests.receiver import Notice, notices
+from chaos_tests.scenarios import SCENARIOS
+from chaos_tests.traffic.traffic import Traffic
+from chaos_tests.traffic.workloads import Workload
+from elastic_rl import config
 from elastic_rl.coordinator.alerts.message import compose
 from elastic_rl.coordinator.alerts.receiver_queue import NotificationGroup
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
+from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import Severity
+from elastic_rl.faults.context import FaultContext
+from elastic_rl.host.paths import JobPaths
 
 
 @pytest.mark.parametrize("count", [1, 3, 12])
@@ -26,3 +44,89 @@ def test_notifications_of_the_product_are_read(count: int, phase: Phase) -> None
 
 def test_what_is_no_alert_is_no_notice() -> None:
     assert [*notices("[TEST] job: hello", "it works")] == []
+
+
+# -- a run of a job of which nothing is heard --------------------------------------------------------------------------
+class Away:
+    """A target whose etcd does not answer, and whose job makes no step."""
+
+    own, name = True, "one host"
+
+    def __init__(self, folder: Path) -> None:
+        self.cfg = config.parse({"job": "j", "run_dir": str(folder)})
+        self.paths, self.keys, self.cluster_keys = JobPaths.of(self.cfg), Keys("j"), ClusterKeys("j")
+        self.paths.folder.mkdir(parents=True)
+        self.observed = (self.keys.root,)
+        self.info = SimpleNamespace(etcd_endpoints=["127.0.0.1:1"])
+        self.cluster = SimpleNamespace(here=self.cfg, stop_run=self.away, dir=folder, cfg=self.cfg)
+        self.etcd = self.reader = SimpleNamespace(revision=self.away, put=self.away, range=self.away, get=self.away)
+        self.api = SimpleNamespace(get=self.away)
+        self.reading = self.alerts = self.committed_steps = self.away
+
+    def away(self, *_: object, **__: object) -> Any:
+        raise EtcdUnavailable("no member answers")
+
+    def report(self) -> dict[str, Any]:
+        return {"steps": 3}
+
+    def context(self, undo: object) -> FaultContext:
+        return FaultContext(self.cfg, cast(Any, self.etcd), self.keys, cast(Any, self.api))
+
+
+class NoObserver:
+    def __init__(self, *_: object, **__: object) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Broken(Traffic):
+    def workers(self) -> list[Callable[[], None]]:
+        return [self._work]
+
+    def _work(self) -> None:
+        raise RuntimeError("a client has a bug")
+
+
+def followed(folder: Path, monkeypatch: pytest.MonkeyPatch, *, recovery_s: float = 0.2, why: str = "") -> Event:
+    """The end of a run against ``Away``."""
+    for name, value in (("Observer", NoObserver), ("_END_S", 0.0), ("_ALERTS_END_S", 0.0),
+                        ("WORKLOADS", {"broken": Workload(lambda *_: Broken(), "")})):
+        monkeypatch.setattr(runner, name, value)
+    aborts = AbortSwitch(folder)
+    if why:
+        aborts.request(why)
+    log = EventLog(folder / "events.jsonl")
+    scenario = replace(SCENARIOS["quick"], traffic=("broken",))
+    end = runner._Play(cast(Any, Away(folder / "runs")), scenario, Schedule(1, 10, (), scenario="quick"), folder, log,
+                       aborts, runner.Limits(recovery_s=recovery_s), lambda line: None).follow()
+    return {**end, "aborted": aborts.why}
+
+
+@pytest.mark.timeout(60)
+def test_job_that_makes_no_step_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = followed(tmp_path, monkeypatch)
+    assert end["aborted"] == "no step was made for 0.2 s, and no fault is under way"
+
+
+@pytest.mark.timeout(60)
+def test_run_that_is_aborted_while_etcd_is_away_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = followed(tmp_path, monkeypatch, recovery_s=600.0, why="SIGINT")
+    assert (end["aborted"], end["report"], end["phase"], end["committed_steps"], end["alerts"], end["revision"]) == (
+        "SIGINT", {"steps": 3}, "", None, [], None)
+
+
+@pytest.mark.timeout(60)
+def test_client_that_has_ended_by_an_error_is_a_problem_of_the_run(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert followed(tmp_path, monkeypatch)["problems"] == ["RuntimeError: a client has a bug"]
+
+
+def test_poller_that_has_ended_by_an_error_says_so() -> None:
+    def poll() -> None:
+        raise KeyError("step")
+
+    poller = runner._Poller(poll, 0.01)
+    with pytest.raises(KeyError, match="step"):
+        poller.close()

@@ -9,6 +9,7 @@ import pytest
 from chaos_tests.faults.catalogue import FAULTS
 from chaos_tests.scenarios import SCENARIOS
 from chaos_tests.target import own_config
+from chaos_tests.traffic.workloads import WORKLOADS
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -46,3 +47,15 @@ def test_only_what_is_allowed_is_drawn() -> None:
     assert {name for strike in found.strikes for name in strike.faults} == {"engine_killed"} and found.faults == 4
     with pytest.raises(ValueError, match="a schedule has faults"):
         SCENARIOS["drawn"].schedule(1, only=[])
+
+
+def test_scenarios_name_traffic_that_there_is() -> None:
+    for scenario in SCENARIOS.values():
+        assert {*scenario.traffic} <= {*WORKLOADS} and bool(scenario.traffic) == bool(scenario.floor_answers)
+    assert all({"pools", "silences", "watches"} <= {*SCENARIOS[name].traffic} for name in ("quick", "drawn", "soak"))
+
+
+def test_no_fault_writes_the_pool_that_clients_read() -> None:
+    for scenario in SCENARIOS.values():
+        if {"pools", "scales"} & {*scenario.traffic}:
+            assert "racing_requests" not in scenario.faults

@@ -1,0 +1,80 @@
+"""The runner of chaos runs on a cluster of its own whose job computes nothing: its fault, clients and watch, what it
+writes down, and its verdict. Services, clients and the fault are real."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import light_job
+import pytest
+from support.waiting import wait_until
+
+from chaos_tests import runner
+from chaos_tests.event_log import Kind, read
+from chaos_tests.nemesis.schedule import Schedule, Strike
+from chaos_tests.scenarios import SCENARIOS
+from chaos_tests.traffic import driver_writes
+
+pytestmark = pytest.mark.timeout(600)
+STEPS = 10
+SETTINGS = ("--dcs.arena_bytes=33554432",)
+LOG = "events.jsonl"
+
+
+def records(folder: Path, kind: Kind) -> list[dict[str, Any]]:
+    return [dict(event) for event in read(folder / LOG) if event["kind"] == kind]
+
+
+def in_place_of_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Has jobs of this process be light; returns the file that lets one go on."""
+    go = folder / "go"
+    command = [sys.executable, light_job.__file__, str(go)]
+    for name, value in driver_writes.environment(folder, command).items():
+        monkeypatch.setenv(name, value)
+    return go
+
+
+def once(condition: Callable[[], bool], then: Callable[[], object]) -> None:
+    def wait() -> None:
+        wait_until(condition, what="the moment of the test", timeout_s=300)
+        then()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def test_run_on_an_own_cluster_is_struck_watched_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, folder = in_place_of_the_driver(tmp_path, monkeypatch), tmp_path / "results"
+    said = list[str]()
+
+    def has_seen_enough() -> bool:
+        if not any("healed after" in line for line in said):
+            return False
+        models = Counter(event["model"] for event in records(folder, Kind.OPERATION) if event["ended_s"] is not None)
+        return models.keys() >= {"pool", "created", "operation"} and models.total() > SCENARIOS["quick"].floor_answers
+
+    once(has_seen_enough, go.touch)
+    schedule = Schedule(1, STEPS, (Strike(3, ("coordinator_killed",)),), scenario="quick", settings=SETTINGS)
+    outcome = runner.run(schedule, folder, say=said.append)
+    assert [*outcome.wrong] == [] and not outcome.failed
+    [fault] = records(folder, Kind.FAULT)
+    assert fault["name"] == "coordinator_killed" and fault["witness"] and fault["healed_at"] >= fault["detected_at"]
+    assert [step["step"] for step in records(folder, Kind.STEP)] == [*range(1, STEPS + 1)]
+    [end] = records(folder, Kind.END)
+    assert end["phase"] == "finished" and end["committed_steps"] == [*range(1, STEPS + 1)] and not end["problems"]
+    assert end["report"]["steps"] == STEPS and end["alerts"], "what etcd and the run's folder have at the end"
+    written = Counter(event["kind"] for event in read(folder / LOG))
+    assert end["records"] == {kind: count for kind, count in written.items() if kind not in (Kind.RUN, Kind.END)}
+    assert written.keys() >= {*Kind} - {Kind.GAP, Kind.LEFTOVER}, "a kind of record that nobody has written"
+    assert {event["name"] for event in records(folder, Kind.EVENT)} >= {"leader.elected", "alerts.silenced"}
+    last = {kind: records(folder, kind)[-1] for kind in (Kind.CHANGE, Kind.WATCH)}
+    assert all(event["revision"] >= end["revision"] for event in last.values()), "the last change, by both"
+    verdicts = {v["rule"]: v["state"] for v in json.loads((folder / "report.json").read_text())["verdicts"]}
+    assert {verdicts[rule] for rule in ("run", "I1", "I3", "I5", "I8", "I9", "I10", "I11")} == {"kept"}
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    assert runner.outcome_of(folder) == outcome and runner.schedule_at(folder) == schedule

@@ -1,0 +1,62 @@
+"""The traffic of scenarios by its names: what goes on on a cluster of one host while faults happen to its job.
+
+``scales``, ``drains`` and ``restarts`` change what the job runs on. A scenario has them only where its faults bear
+that: one that kills an engine waits for as many as the job's settings say, so ``scales`` goes no lower, and no number
+of a pool may be written by a fault (``racing_requests``) that clients read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from chaos_tests.event_log import EventLog
+from chaos_tests.target import Target
+from chaos_tests.traffic.cluster_changes import Target as ApiTarget
+from chaos_tests.traffic.job_clients import PoolSizes, Requests, Silences
+from chaos_tests.traffic.pool_changes import POOL
+from chaos_tests.traffic.traffic import Traffic
+from chaos_tests.traffic.watchers import Watcher
+from elastic_rl.coordinator.api import tls
+
+_SELDOM_S = 60.0
+"""Pause between requests that take the job some time."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    make: Callable[[Target, int, EventLog], Traffic]
+    """Of a target, a seed and the log of the run."""
+    what: str
+
+
+def _api(target: Target) -> ApiTarget:
+    info = target.info
+    return ApiTarget({f"replica {n}": url for n, url in enumerate(info.coordinators)}, target.cfg.job,
+                     {"Authorization": f"Bearer {info.token('operator')}"}, tls.trust(info.ca_file))
+
+
+def _engines(target: Target) -> int:
+    return target.cfg.rollout.engines
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    "pools": Workload(lambda t, seed, log: PoolSizes(_api(t), seed, [_engines(t)], log=log),
+                      "clients read the desired number of the pool, and write the one that is there"),
+    "silences": Workload(lambda t, seed, log: Silences(_api(t), seed, log=log),
+                         "clients silence alerts that there are not, each request twice, and end the silences"),
+    "operations": Workload(lambda t, seed, log: Requests(
+        _api(t), seed, f"pools/{POOL}/scale", {"desired": _engines(t)}, log=log),
+        "clients begin operations that change nothing, each request twice, and follow them"),
+    "watches": Workload(lambda t, seed, log: Watcher(t.reader, t.keys.root, log=log),
+                        "a watch of all that etcd has of the job"),
+    "scales": Workload(lambda t, seed, log: PoolSizes(
+        _api(t), seed, [_engines(t), _engines(t) + 1], writes=0.05, log=log),
+        "clients scale the pool out by one engine, and in again"),
+    "drains": Workload(lambda t, seed, log: Requests(
+        _api(t), seed, "engines/{engine}/drain", {"replace": True}, pause_s=_SELDOM_S, log=log),
+        "clients have engines replaced"),
+    "restarts": Workload(lambda t, seed, log: Requests(
+        _api(t), seed, "restarts", {"target": "driver", "reason": "chaos"}, pause_s=_SELDOM_S, log=log),
+        "clients have the driver restarted"),
+}
