@@ -439,3 +439,11 @@ class CatalogWorld:
 def run(seed: int) -> list[Event]:
     """The log of a run. Raises Violation."""
     return CatalogWorld(seed).run()
+
+
+def log(seed: int) -> list[Event]:
+    """The log of a run, until a rule was broken."""
+    world = CatalogWorld(seed)
+    with suppress(Violation):
+        return world.run()
+    return world.log.end()
