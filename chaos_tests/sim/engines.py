@@ -366,12 +366,11 @@ class EngineWorld:
 
         ray: Any = SimpleNamespace(util=SimpleNamespace(list_named_actors=actors), get_actor=self.named.__getitem__)
         with ExitStack() as stack:
-            for module, name, value in (
-                    (placement, "ray", ray), (placement, "get_placement_group", lambda name: name),
-                    (placement, "placement_group_table", lambda: {name: {
-                        "name": name, "bundles": [{}], "state": "PENDING"} for name in actors()}),
-                    (driver_main, "ray_epoch", lambda paths: self.ray_epoch)):
-                stack.enter_context(mock.patch.object(module, name, value))
+            for what, by in {
+                    "ray": ray, "get_placement_group": lambda name: name, "placement_group_table": lambda: {
+                        name: {"name": name, "bundles": [{}], "state": "PENDING"} for name in actors()}}.items():
+                stack.enter_context(mock.patch.object(placement, what, by))
+            stack.enter_context(mock.patch.object(driver_main, "ray_epoch", lambda paths: self.ray_epoch))
             yield
 
 

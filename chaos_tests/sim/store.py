@@ -18,14 +18,20 @@ from elastic_rl.etcd.transaction import Compare, KeyValue, Op, TxnResult
 class Log:
     """The records of one run, as a file of ``event_log`` has them."""
 
-    def __init__(self, world: str, seed: int, *, cluster: str = "", clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, world: str, seed: int, *, cluster: str = "", clock: Callable[[], float] = lambda: 0.0) -> None:
+        self.clock = clock
         self.events: list[Event] = []
-        self.write(Kind.RUN, form=FORM, scenario=world, seed=seed, schedule={}, target="simulated",
-                   settings={"cluster": cluster}, versions={}, commit="", baseline=False)
+        self.write(Kind.RUN, form=FORM, scenario=world, seed=seed, schedule={}, target="simulated", commit="",
+                   floor={"answers": 0}, settings={"cluster": cluster}, versions={}, baseline=False)
 
     def write(self, kind: Kind, **fields: Any) -> None:
-        self.events.append({"at": self._clock(), "kind": kind.value, **fields})
+        self.events.append({"at": self.clock(), "kind": kind.value, **fields})
+
+    def change(self, key: str, kv: KeyValue | None, revision: int) -> None:
+        """A key was put, or deleted."""
+        self.write(Kind.CHANGE, revision=revision, put=kv is not None, key=key,
+                   create=kv.create_revision if kv is not None else 0,
+                   value=kv.value.decode() if kv is not None else "")
 
     def end(self) -> list[Event]:
         """All records, with the last one."""
@@ -46,7 +52,7 @@ class ObservedModel(Model):
         if revision := super().txn(compares, ops):
             for op in ops:
                 if op.kind == "put" or op.key in before:
-                    self._observe(op.key, revision)
+                    self._log.change(op.key, self.keys.get(op.key), revision)
             for kv in [self.keys[op.key] for op in ops if op.kind == "put"]:
                 self._on_put(kv)
         return revision
@@ -55,13 +61,7 @@ class ObservedModel(Model):
         keys, first = [key for key, kv in self.keys.items() if kv.lease == lease], self.revision + 1
         super().revoke(lease)
         for number, key in enumerate(key for key in keys if key not in self.keys):
-            self._observe(key, first + number)
-
-    def _observe(self, key: str, revision: int) -> None:
-        kv = self.keys.get(key)
-        self._log.write(Kind.CHANGE, revision=revision, put=kv is not None, key=key,
-                        create=kv.create_revision if kv is not None else 0,
-                        value=kv.value.decode() if kv is not None else "")
+            self._log.change(key, None, first + number)
 
 
 @dataclass
