@@ -14,7 +14,7 @@ from elastic_rl.coordinator.alerts.controller import AlertController
 from elastic_rl.coordinator.alerts.notifier import NOT_LEADING, Notification
 from elastic_rl.coordinator.alerts.receiver_queue import WINDOW_S, AttemptResult, NotificationGroup, ReceiverQueue
 from elastic_rl.coordinator.alerts.receivers import Receiver
-from elastic_rl.coordinator.alerts.state_machine import Alert, Condition, Phase
+from elastic_rl.coordinator.alerts.state_machine import Alert, Condition, Phase, notified_entry
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.errors import Fenced
@@ -152,7 +152,7 @@ class SlowSender:
                     del self.attempts[name]
                     self._results[name] = AttemptResult(notification.group_id, notification.attempt, False, NOT_LEADING)
                     continue
-                self._simulation.attempts[name].append(self._simulation.t)
+                self._simulation.begin(name, notification)
                 attempt.starts = -1.0
             if attempt.starts < 0 and self._simulation.t >= attempt.ends:
                 if attempt.arrives:
@@ -205,6 +205,8 @@ class AlertSimulation:
         self.events: list[tuple[int, Condition | None, str]] = []
         self.delivered: list[Delivered] = []
         self.attempts: dict[str, list[float]] = defaultdict(list)
+        self.repeated: list[str] = []
+        """Notifications that were sent once more, although their delivery had been recorded."""
         self.opened: dict[str, Alert] = {}
         self.finished = False
         """Whether the run is over. It can be resumed."""
@@ -214,6 +216,15 @@ class AlertSimulation:
     def health(self, receiver: str) -> str:
         """healthy, dead (nothing arrives) or mute (it arrives, and the answer is lost)."""
         return self.unhealthy.get(receiver, "healthy")
+
+    def begin(self, receiver: str, notification: Notification) -> None:
+        """An attempt to send goes out."""
+        self.attempts[receiver].append(self.t)
+        group = self.etcd.groups[notification.group_id]
+        entry = notified_entry(group.phase, receiver)
+        known = [Alert.decode(kv.value) for kv in self.etcd.range(KEYS.alerts_prefix())[0]]
+        if all(entry in alert.notified for alert in known if alert.id in group.alerts):
+            self.repeated.append(f"{self.t:.0f} s: {receiver} is sent the {group.phase} of {', '.join(group.alerts)}")
 
     def deliver(self, receiver: str, notification: Notification) -> None:
         group = self.etcd.groups[notification.group_id]
@@ -421,8 +432,10 @@ def check_order_and_rate(sim: AlertSimulation) -> None:
 
 
 def check_all_delivered(sim: AlertSimulation) -> None:
-    """Each episode of each fault is one alert, and its audience got the start and the end of each alert."""
+    """Each episode of each fault is one alert, and its audience got the start and the end of each alert: once, and once
+    more only where the answer of the receiver was lost."""
     assert sim.settled, "something is still pending"
+    assert not sim.repeated, f"what was delivered is sent again: {sim.repeated}"
     kinds = Counter(a.subject for a in sim.opened.values())
     assert kinds == {f.subject: f.episodes for f in sim.faults if f.episodes}
     delivered = {(i, d.receiver, d.phase) for d in sim.delivered for i in d.alerts}
