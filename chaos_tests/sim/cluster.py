@@ -39,6 +39,7 @@ from elastic_rl.etcd.cluster_records import (
     ServiceStatus,
     driver_of,
 )
+from elastic_rl.etcd.decoding import RangeDecoder
 from elastic_rl.etcd.keys import ROOT, ClusterKeys, Keys
 from elastic_rl.etcd.transaction import Compare, KeyValue, Op
 from elastic_rl.host.agent import duties, restart_policy
@@ -197,6 +198,7 @@ class ClusterWorld(ElectionWorld):
     def _lead(self, r: Replica) -> Process:
         """Reconciles while the replica leads, as far as it can know."""
         term, base_s, began_at, persisted = 0, 0.0, 0.0, float("-inf")
+        decoders: dict[str, RangeDecoder[Any]] = {}
         while True:
             yield self.rng.uniform(0.1, 0.4) / r.rate
             if r.protocol is None or not r.protocol.leads:
@@ -209,7 +211,7 @@ class ClusterWorld(ElectionWorld):
                 term, began_at, persisted = r.protocol.revision, self._clock(r), float("-inf")
                 base_s = next((float(kv.value) for kv in kvs if kv.key == KEYS.leader_clock()), 0.0)
             leader_s = base_s + self._clock(r) - began_at
-            reading = self._reading(kvs, revision, leader_s)
+            reading = self._reading(kvs, revision, leader_s, decoders)
             for write in cluster_pass.cluster_pass(reading, self.limits):
                 guard = self._guard(r)
                 if guard is None:
@@ -220,8 +222,9 @@ class ClusterWorld(ElectionWorld):
                 put = Op.put(KEYS.leader_clock(), str(leader_s).encode())
                 yield from self._call(r, lambda g=guard, p=put: self._txn_of(r, g, p))  # type: ignore[misc]
 
-    def _reading(self, kvs: list[KeyValue], revision: int, leader_s: float) -> ClusterReading:
-        return ClusterReading.of(KEYS, kvs, revision, leader_s, {})
+    def _reading(self, kvs: list[KeyValue], revision: int, leader_s: float,
+                 decoders: dict[str, RangeDecoder[Any]]) -> ClusterReading:
+        return ClusterReading.of(KEYS, kvs, revision, leader_s, {}, decoders)
 
     def _guard(self, r: Replica) -> list[Compare] | None:
         """The fencing token of a replica; None when it does not lead."""

@@ -22,7 +22,7 @@ from elastic_rl.coordinator.alerts.state_machine import Alert, Changes, Conditio
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
-from elastic_rl.etcd.decoding import decode_all
+from elastic_rl.etcd.decoding import RangeDecoder
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.known_ranges import KnownRanges
 from elastic_rl.etcd.records import Event, Severity, Silence
@@ -75,6 +75,8 @@ class AlertController:
                  leads: Callable[[], bool], clock: Callable[[], float]) -> None:
         self._keys, self._cfg, self._sender = keys, cfg, sender
         self._known = KnownRanges(etcd, [keys.silences_prefix(), keys.receivers_prefix(), keys.alerts_prefix()])
+        self._silences, self._queues, self._alerts = (
+            RangeDecoder(Silence), RangeDecoder(ReceiverQueue), RangeDecoder(Alert))
         self._guarded, self._leads, self._clock = guarded, leads, clock
         self._limits = SendLimits(cfg.alerts.group_wait_s, cfg.alerts.max_notifications_per_minute)
         self._thresholds = Thresholds.from_config(cfg)
@@ -110,9 +112,10 @@ class AlertController:
         unreadable: dict[str, str] = {}
         silences, queues, alerts = (found.values() for found in self._known.ranges.values())
         return StoredAlerts(
-            self._known.revision, {a.id: (a, kv.mod_revision) for a, kv in decode_all(alerts, Alert, unreadable)},
-            {q.receiver: (q, kv.mod_revision) for q, kv in decode_all(queues, ReceiverQueue, unreadable)},
-            [s for s, _ in decode_all(silences, Silence, unreadable)], unreadable)
+            self._known.revision,
+            {a.id: (a, kv.mod_revision) for a, kv in self._alerts.decode_with_keys(alerts, unreadable)},
+            {q.receiver: (q, kv.mod_revision) for q, kv in self._queues.decode_with_keys(queues, unreadable)},
+            self._silences.decode(silences, unreadable), unreadable)
 
     def audience(self, alert: Alert) -> list[str]:
         return receivers.audience(alert, self._sender.receivers, self._cfg.alerts.severity_tags)
