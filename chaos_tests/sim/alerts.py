@@ -20,6 +20,7 @@ from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Changed, ChangedRanges, Compare, KeyValue, Op
+from elastic_rl.etcd.decoding import R, RangeDecoder
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import JobStatus, Member, Record, Severity, Silence
 
@@ -51,8 +52,7 @@ class MemoryEtcd:
         return self.kvs.get(key)
 
     def range(self, prefix: str, *, revision: int = 0) -> tuple[list[KeyValue], int]:
-        found = sorted((kv for k, kv in self.kvs.items() if k.startswith(prefix)), key=lambda kv: kv.key)
-        return found, self.revision
+        return [self.kvs[key] for key in sorted(key for key in self.kvs if key.startswith(prefix))], self.revision
 
     def changed(self, prefixes: Sequence[str], keys: Sequence[str], *, since: int, limit: int) -> ChangedRanges:
         """See ``EtcdClient.changed``."""
@@ -208,6 +208,7 @@ class AlertSimulation:
         self.repeated: list[str] = []
         """Notifications that were sent once more, although their delivery had been recorded."""
         self.opened: dict[str, Alert] = {}
+        self._alerts, self._queues = RangeDecoder(Alert), RangeDecoder(ReceiverQueue)
         self.finished = False
         """Whether the run is over. It can be resumed."""
         self.unhealthy: dict[str, str] = {}
@@ -308,10 +309,16 @@ class AlertSimulation:
             leader.controller.deliver()
         except Fenced:
             assert not self.leads(leader)
-        for kv in self.etcd.range(KEYS.alerts_prefix())[0]:
-            alert = Alert.decode(kv.value)
+        for alert in self.stored(self._alerts, KEYS.alerts_prefix()):
             if alert.phase is not Phase.PENDING:
                 self.opened.setdefault(alert.id, alert)
+
+    def stored(self, decoder: RangeDecoder[R], prefix: str) -> list[R]:
+        """The records under a prefix. Each of them can be read."""
+        unreadable: dict[str, str] = {}
+        found = decoder.decode(self.etcd.range(prefix)[0], unreadable)
+        assert not unreadable, unreadable
+        return found
 
     def tick(self) -> None:
         self.t += TICK_S
@@ -334,7 +341,7 @@ class AlertSimulation:
     @property
     def settled(self) -> bool:
         """Whether no alert and no notification is left."""
-        queues = [ReceiverQueue.decode(kv.value) for kv in self.etcd.range(KEYS.receivers_prefix())[0]]
+        queues = self.stored(self._queues, KEYS.receivers_prefix())
         return not self.etcd.range(KEYS.alerts_prefix())[0] and not any(q.in_flight for q in queues)
 
     def run_until_settled(self, seconds: float) -> None:
