@@ -169,7 +169,8 @@ class Heads(_Catalog):
 
 class Commits(_Catalog):
     """A version is committed in one transaction with its head, its replica sets and the end of its publisher's key,
-    which was there until then; every part is on a node that is registered; the catalog counts the commit."""
+    which was there until then; every part is on as many nodes as the settings say, and on none that is gone; the
+    catalog counts the commit."""
 
     rule = "I2"
     keys = (_STREAMS, _CATALOG)
@@ -181,7 +182,7 @@ class Commits(_Catalog):
             if step.new.get("state") == COMMITTED and step.old.get("state") == STAGING:
                 scopes.add(step.scope)
                 self.judged += 1
-                if why := [*_why_incomplete(found, step.new, Keys(step.job), stream, number)]:
+                if why := [*_why_incomplete(found, step.new, Keys(step.job), stream, number, self._replicas)]:
                     self.violated(f"{step.at()} was committed {', and '.join(why)}", step.event)
         for scope in scopes:
             counted = found.step(scope + _CATALOG)
@@ -196,7 +197,14 @@ class Commits(_Catalog):
                     self.violated(f"{step.at()} counts fewer commits than before", step.event, rule="I3")
 
 
-def _why_incomplete(found: Transaction, version: Mapping[str, Any], keys: Keys, stream: str, number: int
+    @property
+    def _replicas(self) -> int:
+        """Nodes that must hold each part before a version is committed."""
+        told = (self.settings.get("dcs") or {}).get("replicas")
+        return told if isinstance(told, int) else 1
+
+
+def _why_incomplete(found: Transaction, version: Mapping[str, Any], keys: Keys, stream: str, number: int, replicas: int
                     ) -> Iterator[str]:
     if not version.get("manifest"):
         yield "without a manifest"
@@ -212,6 +220,8 @@ def _why_incomplete(found: Transaction, version: Mapping[str, Any], keys: Keys, 
         parts = sets.new.get("parts", [])
         if not parts or not all(parts):
             yield f"although not all of its parts are stored: {parts}"
+        elif (fewest := min(map(len, parts))) < replicas:
+            yield f"although a part is on {fewest} of {replicas} nodes"
         if lost := sorted({node for part in parts for node in part if found.after.lacks(keys.dcs_node(node))}):
             yield f"on nodes that are gone: {', '.join(lost)}"
 
@@ -262,11 +272,11 @@ class _Held:
     stream: str
     number: int
     parts: list[list[str]]
+    copies: int = 0
+    """Nodes that held each part at least, as it was last said of nodes that were all there. 0: each part was on a node
+    that was there never yet: a version that was committed so is no version lost."""
     failed: set[str] = field(default_factory=set)
-    """Nodes that have failed since the leader has last said that each part is on as many as it should be. What one has
-    kept that comes back is to be checked."""
-    whole: bool = False
-    """Whether each part was on a node that was there: a version that was committed without is no version lost."""
+    """Its nodes that have failed since then. What one has kept that comes back is to be checked."""
     lost_at: float | None = None
     """Since when a part is on no node that is registered."""
     proof: tuple[Event, ...] = ()
@@ -284,13 +294,13 @@ class KeptVersions(Checker):
     def __init__(self) -> None:
         super().__init__()
         self._held = dict[str, dict[tuple[str, int], _Held]]()
-        self._nodes, self._gone = dict[str, set[str]](), dict[str, set[str]]()
-        """Nodes that were seen to be registered, and to be no longer. Of others nothing is known."""
+        self._gone = dict[str, set[str]]()
+        """Nodes that were seen to be registered no longer. Of others nothing is known."""
         self._heads = dict[str, dict[str, int]]()
         self._over, self._at = set[str](), 0.0
 
     def gap(self, first: int, last: int) -> None:
-        for known in (self._held, self._nodes, self._gone, self._heads):
+        for known in (self._held, self._gone, self._heads):
             known.clear()
 
     def transaction(self, found: Transaction) -> None:
@@ -322,13 +332,15 @@ class KeptVersions(Checker):
 
     def _node(self, step: Step) -> None:
         node = step.name.removeprefix(_NODES)
-        nodes, gone = self._nodes.setdefault(step.scope, set()), self._gone.setdefault(step.scope, set())
-        for there, away in ((nodes, gone) if step.put else (gone, nodes),):
-            there.add(node)
-            away.discard(node)
+        gone = self._gone.setdefault(step.scope, set())
+        if step.put:
+            gone.discard(node)
+        else:
+            gone.add(node)
         if not step.put or step.created or step.new.get("lost_chunks"):
             for held in self._held.get(step.scope, {}).values():
-                held.failed.add(node)
+                if any(node in part for part in held.parts):
+                    held.failed.add(node)
 
     def _sets(self, found: Transaction, step: Step, stream: str, number: int) -> None:
         versions = self._held.setdefault(step.scope, {})
@@ -342,18 +354,19 @@ class KeptVersions(Checker):
 
     def _judge(self, scope: str, held: _Held, *, said: bool) -> None:
         """``said``: whether the leader has just written where its parts are."""
-        nodes, gone = self._nodes.get(scope, set()), self._gone.get(scope, set())
+        gone = self._gone.get(scope, set())
         there = [sum(node not in gone for node in part) for part in held.parts]
         if there and all(there):
-            if said and min(there) >= self._replicas(len(nodes)):
+            if said and there == [len(part) for part in held.parts]:
+                held.copies = min(there)
                 held.failed.clear()
-            held.whole = True
+            held.copies = max(1, held.copies)
             self._found_again(scope, held)
-        elif held.whole and held.lost_at is None:
+        elif held.copies and held.lost_at is None:
             held.lost_at = self._at
-            holders = self._replicas(len(nodes | held.failed))
-            if len(held.failed) < holders:
-                self._lost(scope, held, f"while {len(held.failed)} nodes had failed, of {holders} that hold each part")
+            if len(held.failed) < held.copies:
+                self._lost(scope, held, f"while {len(held.failed)} nodes had failed, of {held.copies} that hold each "
+                                        "part")
 
     def _found_again(self, scope: str, held: _Held) -> None:
         since, held.lost_at = held.lost_at, None
@@ -383,11 +396,5 @@ class KeptVersions(Checker):
                       *held.proof)
         self._held[scope].pop((held.stream, held.number), None)  # one loss is one violation
 
-    def _replicas(self, nodes: int) -> int:
-        told = (self.settings.get("dcs") or {}).get("replicas", "auto")
-        return max(1, min(_AUTO, nodes)) if told == "auto" else max(1, min(int(told), nodes))
 
-
-_AUTO = 2
-"""Nodes that hold each part where ``dcs.replicas`` is auto, and so many are there."""
 CHECKERS: tuple[type[Checker], ...] = (States, Numbers, Heads, Commits, Epochs, Pins, KeptVersions)

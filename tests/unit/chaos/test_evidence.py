@@ -255,14 +255,13 @@ def test_leader_of_a_history_that_begins_late_is_known_from_its_own_word_on() ->
 
 # -- versions that are kept --------------------------------------------------------------------------------------------
 class _Store(Log):
-    """A log whose job has two nodes, and holds each version on both."""
+    """A log whose job has two nodes, and holds its newest version on one or on both."""
 
     def __init__(self, replicas: int = 2) -> None:
         super().__init__(4, faults=False)
-        self.records[0]["settings"]["dcs"] = {"replicas": replicas}
         self._end_of_log, self.records[-5:] = self.records[-5:], []
         self.put((KEYS.dcs_node("node-1"), {"id": "node-1"}))
-        self.sets([["node-0", "node-1"]])
+        self.sets([["node-0", "node-1"][:replicas]])
 
     def sets(self, parts: list[list[str]]) -> None:
         self.put((KEYS.replica_sets("policy", self._number), {"parts": parts}))

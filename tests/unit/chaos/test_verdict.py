@@ -158,6 +158,7 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     (lambda r: edited(r, KEYS.stream_head("policy"), lambda v: v.update(manifest=""), 2), "I2"),
     (lambda r: edited(r, KEYS.replica_sets("policy", 3), lambda v: v.update(parts=[["node-0"], []])), "I2"),
     (without(Kind.CHANGE, KEYS.replica_sets("policy", 3)), "I2"),
+    (lambda r: r[0]["settings"].update(dcs={"replicas": 2}), "I2"),
     (lambda r: edited(r, KEYS.engine("rollout-1"), lambda v: v.update(version=5), 3), "I4"),
     (write((KEYS.stream_head("policy"), {"number": 99, "state": "committed", "manifest": "m"})), "I2"),
     # I3
@@ -253,6 +254,7 @@ def test_each_broken_rule_is_found(change: Edit, rule: str) -> None:
                  id="a loss of the part that a fault strikes"),
     pytest.param(lambda r: event("compute.waiting", first(r, Kind.FAULT)["injected_at"] + 1.0)(r),
                  id="what others see of a fault"),
+    pytest.param(lambda r: r[0]["settings"].update(dcs={"replicas": "auto"}), id="one copy is enough to commit"),
     pytest.param(event("responses.truncated", 1.0), id="an event that is about no part"),
     pytest.param(lambda r: (first(r, Kind.FAULT).update(name="coordinator_killed", target="coordinator rollout-1"),
                             r[0]["schedule"]["strikes"][0].update(faults=["coordinator_killed"]),
