@@ -137,8 +137,9 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
              steps=140, count=10, faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(2, 8, 30), traffic=_LIGHT,
              floor_answers=80),
     Scenario("every", "a small job and every fault of one host, also those of single processes, of storage and of who "
-             "has been replaced", _SMALL, steps=700, count=len(_EVERY), faults=_EVERY, steps_per_minute=60.0,
-             pace=Pace(3, 8, 30), traffic=("silences", "watches"), floor_answers=100),  # a fault writes the pool
+             "has been replaced", _SMALL, minutes=20.0, count=len(_EVERY), faults=_EVERY, steps_per_minute=60.0,
+             pace=Pace(3, 8, 30), pace_s=Pace(10, 12, 60),
+             traffic=("silences", "watches"), floor_answers=100),  # a fault writes the pool
     # The length of a step's responses, and so the time of a step, depends on what the job has learned.
     Scenario("soak", "the quick start's job for 30 minutes with a fault every 28 seconds", {}, minutes=30.0, count=64,
              faults=WEIGHTS, steps_per_minute=60.0, pace=Pace(5, 6, 60), pace_s=Pace(30, 12, 120), overlap=3,

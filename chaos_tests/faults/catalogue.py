@@ -93,6 +93,8 @@ class Entry:
     """Parts that it strikes beside ``part``, one replica of each."""
     takes_replica: bool = True
     """Whether a replica of ``part`` is lost or away."""
+    repaired_unseen: bool = False
+    """Whether the process is replaced in place, before anything depends on it: no alert tells of it."""
 
     @property
     def parts(self) -> frozenset[Part]:
@@ -100,11 +102,12 @@ class Entry:
 
 
 def _struck(part: str, way: Way, strikes: Part, what: str, *, weight: float = 0.5, state: states.State | None = None,
-            needs: Set[Need] = frozenset(), takes_all: bool = False) -> Entry:
+            needs: Set[Need] = frozenset(), takes_all: bool = False, also: Set[Part] = frozenset(),
+            repaired_unseen: bool = False) -> Entry:
     seconds = 0.0 if way.ends else _BEYOND_LEASE_S
-    also = {Need.PTRACE} if way in (Way.EXITED, Way.GIL_HELD) else set()
+    traced = {Need.PTRACE} if way in (Way.EXITED, Way.GIL_HELD) else set()
     return Entry(lambda c: Struck(c, part, way, state=state, seconds=seconds), strikes, what, weight, takes_all,
-                 needs=frozenset({*needs, *also}))
+                 needs=frozenset({*needs, *traced}), also=frozenset(also), repaired_unseen=repaired_unseen)
 
 
 _PARTS_LOST: Mapping[str, Entry] = {
@@ -147,14 +150,18 @@ _OTHERS: Mapping[str, Entry] = {
     "actor_exited": _struck("actor", Way.EXITED, Part.ROLES, "the actor exits with code 0"),
     "rollout_paused": _struck("rollout", Way.PAUSED, Part.ROLES, "SIGSTOP of the replica of rollout, and SIGCONT"),
     "driver_exited": _struck("driver", Way.EXITED, Part.DRIVER, "the driver exits with code 0 in the middle of a job"),
-    "driver_terminated": _struck("driver", Way.TERMINATED, Part.DRIVER, "SIGTERM of the driver"),
+    "driver_terminated": _struck("driver", Way.TERMINATED, Part.DRIVER,
+                                 "SIGTERM of the driver, which ends what it runs",
+                                 also={Part.ENGINES, Part.TRAINER, Part.ROLES}),
     "driver_paused": _struck("driver", Way.PAUSED, Part.DRIVER,
                              "SIGSTOP of the driver: its run kills it, and the next one takes over"),
-    "run_killed": _struck("run", Way.KILLED, Part.RUN, "kill -9 of the process of the run", needs={Need.OUTSIDE}),
+    "run_killed": _struck("run", Way.KILLED, Part.RUN, "kill -9 of the process of the run", needs={Need.OUTSIDE},
+                          repaired_unseen=True),
     "router_exited": _struck("router", Way.EXITED, Part.ROUTER, "the router exits with code 0"),
     "router_paused": _struck("router", Way.PAUSED, Part.ROUTER, "SIGSTOP of the router, and SIGCONT"),
-    "gcs_killed": _struck("gcs", Way.KILLED, Part.RAY, "kill -9 of the GCS of Ray's head"),
-    "raylet_killed": _struck("raylet", Way.KILLED, Part.RAY, "kill -9 of the raylet of Ray's worker"),
+    "gcs_killed": _struck("gcs", Way.KILLED, Part.RAY, "kill -9 of the GCS of Ray's head", repaired_unseen=True),
+    "raylet_killed": _struck("raylet", Way.KILLED, Part.RAY, "kill -9 of the raylet of Ray's worker",
+                             also={Part.ENGINES, Part.TRAINER, Part.ROLES}),
     "coordinator_terminated": _struck("coordinator", Way.TERMINATED, Part.COORDINATORS,
                                       "SIGTERM of the leading coordinator"),
     "coordinator_exited": _struck("coordinator", Way.EXITED, Part.COORDINATORS,
@@ -164,7 +171,8 @@ _OTHERS: Mapping[str, Entry] = {
     "dcs_exited": _struck("dcs", Way.EXITED, Part.DCS, "the DCS node exits with code 0"),
     "dcs_terminated": _struck("dcs", Way.TERMINATED, Part.DCS, "SIGTERM of the DCS node"),
     "dcs_paused": _struck("dcs", Way.PAUSED, Part.DCS, "SIGSTOP of the DCS node, and SIGCONT"),
-    "host_agent_killed": _struck("host_agent", Way.KILLED, Part.HOSTS, "kill -9 of the active host agent"),
+    "host_agent_killed": _struck("host_agent", Way.KILLED, Part.HOSTS, "kill -9 of the active host agent",
+                                 repaired_unseen=True),
     "etcd_terminated": _struck("etcd", Way.TERMINATED, Part.ETCD, "SIGTERM of etcd"),
     "busy_cores": Entry(lambda c: BusyCores(c, _BUSY_S), Part.HOSTS, "other processes use all cores for a while", 0.5,
                         takes_replica=False),

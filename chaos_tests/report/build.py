@@ -11,7 +11,7 @@ from typing import Any
 
 from chaos_tests.event_log import Event, Records
 from chaos_tests.report.html import render
-from chaos_tests.validate.faults import began
+from chaos_tests.validate.attribution import began
 from chaos_tests.validate.judge import judge
 from chaos_tests.validate.statistics import Timeline, statistics, timeline
 from chaos_tests.validate.verdict import RULES, State, Verdict

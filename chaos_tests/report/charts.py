@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 
 from chaos_tests.event_log import Event
-from chaos_tests.validate.faults import began
+from chaos_tests.validate.attribution import began
 from chaos_tests.validate.statistics import StepTime
 from elastic_rl.report.charts import means
 from elastic_rl.report.frame import LEFT, RIGHT, TOP, WIDTH, Frame, Point, nice_ticks, path

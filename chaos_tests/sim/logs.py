@@ -10,7 +10,7 @@ from chaos_tests.sim import alerts, election
 from chaos_tests.sim.alerts import Died, MemoryEtcd
 from chaos_tests.sim.store import Log, ObservedModel
 from chaos_tests.sim.worlds import function_of
-from chaos_tests.validate.faults import AFTER_S
+from chaos_tests.validate.attribution import AFTER_S
 from chaos_tests.validate.judge import judge
 from chaos_tests.validate.verdict import State, Verdict
 from elastic_rl.coordinator.alerts.notifier import Notification

@@ -6,11 +6,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from chaos_tests.event_log import Event, Kind
+from chaos_tests.validate.attribution import (
+    AFTER_S,
+    NOT_OF_FAULTS,
+    attributed,
+    began,
+    ended,
+    is_of_fault,
+    under_way,
+    victims,
+)
 from chaos_tests.validate.replay import Transaction, below, is_job
 from chaos_tests.validate.training import same_weights
 from chaos_tests.validate.verdict import OWN_TARGETS, RULES, RUN, Checker
@@ -22,16 +32,10 @@ from elastic_rl.etcd.records import Severity
 FLOOR_STEPS = 2
 """Steps that a job has to have done before its first fault, where the log does not say it: else nothing was struck
 under load."""
-AFTER_S = 60.0
-"""Consequences of a fault come so long after its recovery at most: leases end, and alerts have a hold."""
 _SILENT_S = 120.0
 """A job that makes no step for so long during a fault has to say what it waits for."""
 _SAID_S = 10.0
 """Words that come closer to one another count once."""
-_NOT_OF_FAULTS = ("eval.", "responses.", "reward.", "generate.", "filter.", "train.", "job.", "alerts.", "operation.",
-                  "restart.requested", "pool.scaling", "samples.")
-"""Begins of the kinds of alerts that are about what is trained, or what an operator asked for."""
-_KILLED = "was sent SIGKILL"
 _NOTICE_S = 60.0
 """Longest from an alert's begin to its notice: receivers take so many a minute."""
 _FIRST_S = 5.0
@@ -42,32 +46,9 @@ COMPARED_SHARE = 0.8
 were faults: what a step has measured is lost with the loop that did it."""
 
 
-def began(fault: Event) -> float:
-    return float(fault["injected_at"])
-
-
 def happened(fault: Event) -> bool:
     """Whether it was seen to happen; what has found a broken rule has happened."""
     return bool(fault.get("witness") or fault.get("breaks")) and fault.get("injected_at") is not None
-
-
-def victims(fault: Event) -> int:
-    """Processes that one fault has killed at once; each is a fault to the cluster."""
-    return max(1, str(fault.get("witness")).count(_KILLED))
-
-
-def fault_of(alert: Event, faults: Iterable[Event]) -> Event | None:
-    """The fault that an alert is a sign of: one that was under way, or was over since ``AFTER_S`` at most, when its
-    condition began to hold; among several the one of the alert's subject, or of its kind of part, or the newest."""
-    at, part, subject = float(alert["since"]), str(alert["kind"]).partition(".")[0], str(alert["subject"])
-    under_way = [fault for fault in faults if began(fault) <= at <= ended(fault) + AFTER_S]
-    return max(under_way, default=None, key=lambda fault: (
-        subject in str(fault.get("target")), part in str(fault["name"]), began(fault)))
-
-
-def ended(fault: Event) -> float:
-    """When it was over; inf where it was not."""
-    return float(fault["healed_at"]) if fault.get("healed_at") is not None else math.inf
 
 
 class FaultChecker(Checker):
@@ -389,25 +370,17 @@ class Alerts(FaultChecker):
         return any(str(entry).startswith(f"{Phase.FIRING}:") for entry in alert.get("notified") or ())
 
     def _per_fault(self) -> None:
-        of = dict[int, list[_Seen]]()
-        for seen in self._alerts.values():
-            if not seen.fired or not of_fault(seen.alert):
+        of = {id(seen.alert): seen for seen in self._alerts.values() if seen.fired and is_of_fault(seen.alert)}
+        found = attributed((seen.alert for seen in of.values()), self.happened)
+        for alert in found.left_over:
+            if any(under_way(fault, float(alert["since"])) for fault in self._tried if fault not in self.happened):
                 continue
-            fault = fault_of(seen.alert, self.happened)
-            if fault is not None:
-                of.setdefault(id(fault), []).append(seen)
-            elif fault_of(seen.alert, self._tried) is None:
-                self.violated(f"{seen.alert['kind']} of {seen.alert['subject']} fired while no fault was under way",
-                              *seen.proofs)
-        for fault in self.happened:
-            alerts, named = of.get(id(fault), []), f"{fault['name']} of {fault.get('target')}"
-            if len(alerts) > victims(fault):
-                kinds = ", ".join(f"{seen.alert['kind']} of {seen.alert['subject']}" for seen in alerts)
-                self.violated(f"{named} gave {len(alerts)} alerts: {kinds}", fault,
-                              *(proof for seen in alerts for proof in seen.proofs))
-            elif not alerts and _KILLED in str(fault["witness"]) and not self._gaps and (
-                    self._alerts or self._has_receivers):
-                self.violated(f"{named} gave no alert", fault)
+            names = ", ".join(str(fault["name"]) for fault in self.happened if under_way(fault, float(alert["since"])))
+            why = f"beside the alerts that {names} may give" if names else "while no fault was under way"
+            self.violated(f"{alert['kind']} of {alert['subject']} fired {why}", *of[id(alert)].proofs)
+        if not self._gaps and (self._alerts or self._has_receivers):
+            for fault in found.untold:
+                self.violated(f"{fault['name']} of {fault.get('target')} gave no alert", fault)
 
     @property
     def _tried(self) -> list[Event]:
@@ -419,16 +392,11 @@ class Alerts(FaultChecker):
         return bool((self.settings.get("alerts") or {}).get("urls"))
 
     def evidence(self) -> str:
-        fired = sum(seen.fired and of_fault(seen.alert) for seen in self._alerts.values())
+        fired = sum(seen.fired and is_of_fault(seen.alert) for seen in self._alerts.values())
         if not fired and not (self.happened and self._has_receivers):
             return ""
         return (f"{sum(map(victims, self.happened))} parts struck by {len(self.happened)} faults, {fired} alerts "
                 f"fired, {sum(map(len, self._notices.values()))} notices received")
-
-
-def of_fault(alert: Event) -> bool:
-    """Whether an alert is about a part that does not work."""
-    return alert.get("severity") != Severity.INFO and not str(alert.get("kind")).startswith(_NOT_OF_FAULTS)
 
 
 _SLOWNESS = ("busy_cores", "_slow", "_late", "_lossy")
@@ -471,7 +439,7 @@ class SlowWork(FaultChecker):
     def other(self, event: Event) -> None:
         self._events += 1
         kind = event_kinds.find(str(event["name"]))
-        if kind is not None and (kind.begins or kind.counted) and not str(event["name"]).startswith(_NOT_OF_FAULTS):
+        if kind is not None and (kind.begins or kind.counted) and not str(event["name"]).startswith(NOT_OF_FAULTS):
             self._found.append(event)
 
     def finish(self, end: Event | None) -> None:

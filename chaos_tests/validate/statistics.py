@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.validate.faults import began, ended, fault_of, happened, of_fault, victims
+from chaos_tests.validate.attribution import attributed, began, ended, is_of_fault, victims
+from chaos_tests.validate.faults import happened
 from chaos_tests.validate.replay import below, record
 from chaos_tests.validate.training import Effective, same_weights, tolerance
 from elastic_rl.coordinator.alerts.state_machine import Phase
@@ -98,7 +99,7 @@ class Timeline:
         elif kind == Kind.CHANGE:
             if below(event["key"]).startswith(_ALERTS):
                 alert = record(event)
-                if alert.get("id") and alert.get("phase") == Phase.FIRING and of_fault(alert):
+                if alert.get("id") and alert.get("phase") == Phase.FIRING and is_of_fault(alert):
                     self.alerts.setdefault(str(alert["id"]), alert)
         elif kind == Kind.RUN:
             self.run = event
@@ -168,9 +169,8 @@ def by_fault(run: Timeline) -> list[FaultKind]:
         before = [fault for fault in run.happened if began(fault) <= at]
         if before:
             redone[id(before[-1])] = redone.get(id(before[-1]), 0) + steps
-    for alert in run.alerts.values():
-        if (fault := fault_of(alert, run.happened)) is not None:
-            alerts[id(fault)] = alerts.get(id(fault), 0) + 1
+    for _, fault in attributed(run.alerts.values(), run.happened).of:
+        alerts[id(fault)] = alerts.get(id(fault), 0) + 1
     strikes = (run.run.get("schedule") or {}).get("strikes") or ()
     planned = [str(name) for strike in strikes for name in strike["faults"]]
 

@@ -11,7 +11,7 @@ import pytest
 from support.chaos_log import CLUSTER, JOB, KEYS, STEPS, Log, Record, edited, of_kind, value_of
 
 from chaos_tests.event_log import Kind, Records
-from chaos_tests.validate.faults import AFTER_S
+from chaos_tests.validate.attribution import AFTER_S
 from chaos_tests.validate.judge import judge
 from chaos_tests.validate.running import RECOVERY_S
 from chaos_tests.validate.verdict import MOST_SHOWN, RULES, State, Verdict

@@ -1,0 +1,156 @@
+"""Which fault an alert is a sign of. Pure.
+
+Faults overlap, and their alerts come later. So each fault accounts for a limited number of alerts, of the parts that it
+strikes and within a limited time; an alert that is left over is one too many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from chaos_tests.event_log import Event
+from chaos_tests.faults.catalogue import FAULTS, Part
+from elastic_rl.config.groups import TRAINER_GROUPS
+from elastic_rl.etcd.records import Severity
+
+AFTER_S = 60.0
+"""Consequences of a fault come so long after its recovery at most: leases end, and alerts have a hold."""
+KILLED = "was sent SIGKILL"
+_ENDED = (KILLED, "was sent SIGTERM and seen to end", "exited with code 0")
+"""What the witness of a fault says of a process that has ended by it."""
+NOT_OF_FAULTS = ("eval.", "responses.", "reward.", "generate.", "filter.", "train.", "job.", "alerts.", "operation.",
+                  "restart.requested", "pool.scaling", "samples.")
+"""Begins of the kinds of alerts that are about what is trained, or what an operator asked for."""
+_CONSEQUENCES = ("compute.", "dcs.under_replicated", "durable.", "engine.cannot_fetch", "engine.lagging", "pool.short",
+                 "reconcile.failing", "record.unreadable", "run.global_restart", "run.waiting", "staleness.exceeded")
+"""Begins of the kinds of alerts that tell how a fault goes on, which any fault may have where it lasts."""
+_MOST_OF_A_KIND = 4
+"""Alerts of one kind of ``_CONSEQUENCES`` that one fault may have."""
+_PARTS: Mapping[str, frozenset[Part]] = {
+    **dict.fromkeys(TRAINER_GROUPS, frozenset({Part.TRAINER})), "trainer": frozenset({Part.TRAINER}),
+    "publish": frozenset({Part.TRAINER, Part.DCS}), "engine": frozenset({Part.ENGINES}),
+    "coordinator": frozenset({Part.COORDINATORS}), "leader": frozenset({Part.COORDINATORS, Part.ETCD}),
+    "dcs": frozenset({Part.DCS}), "driver": frozenset({Part.DRIVER}), "run": frozenset({Part.DRIVER, Part.RUN}),
+    "router": frozenset({Part.ROUTER, Part.DRIVER}), "etcd": frozenset({Part.ETCD}), "compute": frozenset({Part.RAY}),
+    "host": frozenset({Part.HOSTS}), "queue": frozenset({Part.ROLES})}
+"""Component of an alert's kind → the parts whose loss gives it; a component that is not here is a role."""
+
+
+def began(fault: Event) -> float:
+    return float(fault["injected_at"])
+
+
+def ended(fault: Event) -> float:
+    """When it was over; inf where it was not."""
+    return float(fault["healed_at"]) if fault.get("healed_at") is not None else math.inf
+
+
+def under_way(fault: Event, at: float) -> bool:
+    """Whether the fault was under way, or over since ``AFTER_S`` at most."""
+    return began(fault) <= at <= ended(fault) + AFTER_S
+
+
+def victims(fault: Event) -> int:
+    """Processes that one fault has killed at once; each is a fault to the cluster."""
+    return max(1, str(fault.get("witness")).count(KILLED))
+
+
+def is_of_fault(alert: Event) -> bool:
+    """Whether an alert is about a part that does not work."""
+    return alert.get("severity") != Severity.INFO and not str(alert.get("kind")).startswith(NOT_OF_FAULTS)
+
+
+def gives_alert(fault: Event) -> bool:
+    """Whether an alert has to tell of it: a process has ended by it, and is no one that is replaced unnoticed."""
+    entry = FAULTS.get(str(fault["name"]))
+    return (entry is None or not entry.repaired_unseen) and any(how in str(fault.get("witness")) for how in _ENDED)
+
+
+@dataclass
+class _Account:
+    """What a fault may still account for."""
+
+    fault: Event
+    main: frozenset[Part]
+    """The part that it is a fault of; of a fault that is not in the catalogue, any."""
+    also: frozenset[Part]
+    """Parts that it takes with it."""
+    left: int
+    """Alerts of ``main`` that it may still give."""
+    others: set[str] = field(default_factory=set)
+    """Components of ``also`` that had their alert."""
+    consequences: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, fault: Event) -> _Account:
+        entry = FAULTS.get(str(fault["name"]))
+        if entry is None:
+            return cls(fault, frozenset(Part), frozenset(), victims(fault))
+        also = entry.also - {entry.part}
+        return cls(fault, frozenset({entry.part}), also, max(1, victims(fault) - len(also)))
+
+    def takes(self, alert: Event) -> bool:
+        """Accounts for an alert, if it may."""
+        kind = str(alert["kind"])
+        if kind.startswith(_CONSEQUENCES) and self.consequences[kind] < _MOST_OF_A_KIND:
+            self.consequences[kind] += 1
+            return True
+        of, component = parts(kind), kind.partition(".")[0]
+        if self.left and (of & self.main or self.names(str(alert["subject"]))):
+            self.left -= 1
+            return True
+        if of & self.also and component not in self.others:
+            self.others.add(component)
+            return True
+        return False
+
+    def names(self, subject: str) -> bool:
+        return subject in str(self.fault.get("target"))
+
+
+def parts(kind: str) -> frozenset[Part]:
+    """The parts whose loss gives an alert of a kind."""
+    return _PARTS.get(kind.partition(".")[0], frozenset({Part.ROLES}))
+
+
+@dataclass(frozen=True)
+class Attribution:
+    of: Sequence[tuple[Event, Event]]
+    """(alert, the fault that it is a sign of)."""
+    left_over: Sequence[Event]
+    """Alerts that no fault accounts for."""
+    untold: Sequence[Event]
+    """Faults that ended a process, and of which no alert told: none was given, and none about such a part was open."""
+
+
+def attributed(alerts: Iterable[Event], faults: Iterable[Event]) -> Attribution:
+    """``alerts``: the records of those that fired; ``faults``: those that happened. Of the faults that may account for
+    an alert it is one that names its subject, or the one whose time is over first, so that the others are left for
+    later alerts."""
+    accounts = [_Account.of(fault) for fault in faults]
+    pairs, left_over = list[tuple[Event, Event]](), list[Event]()
+    alerts = sorted(alerts, key=lambda alert: float(alert["since"]))
+    for alert in alerts:
+        at = float(alert["since"])
+        found = sorted((account for account in accounts if under_way(account.fault, at)), key=lambda account: (
+            not account.names(str(alert["subject"])), ended(account.fault)))
+        account = next((account for account in found if account.takes(alert)), None)
+        if account is None:
+            left_over.append(alert)
+        else:
+            pairs.append((alert, account.fault))
+    told = {id(fault) for _, fault in pairs}
+    untold = [account.fault for account in accounts if id(account.fault) not in told and gives_alert(account.fault)
+              and not any(_was_open(alert, account) for alert in alerts)]
+    return Attribution(pairs, left_over, untold)
+
+
+def _was_open(alert: Event, account: _Account) -> bool:
+    """Whether an alert about a part that a fault struck was open while the fault was under way: signs of one part that
+    does not work are one alert."""
+    over = float(alert.get("resolved_at") or math.inf)
+    return (bool(parts(str(alert["kind"])) & account.main) and float(alert["since"]) <= ended(account.fault)
+            + AFTER_S and over >= began(account.fault))

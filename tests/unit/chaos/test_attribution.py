@@ -1,0 +1,99 @@
+"""Which fault an alert is a sign of, where faults overlap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chaos_tests.faults.catalogue import FAULTS
+from chaos_tests.validate.attribution import AFTER_S, attributed, under_way
+
+KILLED = "pid 1 (x) was sent SIGKILL and seen to end"
+
+
+def fault(name: str, began: float = 10.0, ended: float | None = 20.0, *, target: str = "",
+          witness: str = KILLED) -> dict[str, Any]:
+    return {"name": name, "target": target, "witness": witness, "injected_at": began, "healed_at": ended}
+
+
+def alert(kind: str, subject: str = "x", since: float = 11.0, over: float = 0.0) -> dict[str, Any]:
+    return {"kind": kind, "subject": subject, "since": since, "resolved_at": over, "severity": "error"}
+
+
+def left_over(alerts: list[dict[str, Any]], *faults: dict[str, Any]) -> list[str]:
+    return [found["subject"] for found in attributed(alerts, faults).left_over]
+
+
+def test_fault_gives_one_alert_of_its_part() -> None:
+    of_engine = fault("engine_killed")
+    assert left_over([alert("engine.dead", "a")], of_engine) == []
+    assert left_over([alert("engine.dead", "a"), alert("engine.dead", "b", 12.0)], of_engine) == ["b"]
+    assert left_over([alert("dcs.dead", "n")], of_engine) == ["n"], "no engine's death is the death of a node"
+    assert left_over([alert("engine.dead", "a", 9.0)], of_engine) == ["a"], "before the fault"
+    assert left_over([alert("engine.dead", "a", 20.1 + AFTER_S)], of_engine) == ["a"], "long after it"
+    assert left_over([alert("engine.dead", "a", 500.0)], fault("engine_killed", ended=None)) == []
+
+
+def test_fault_gives_as_many_alerts_as_it_has_killed_processes() -> None:
+    both = fault("all_engines_killed", witness=f"{KILLED}; {KILLED}")
+    alerts = [alert("engine.dead", name) for name in "abc"]
+    assert left_over(alerts[:2], both) == [] and left_over(alerts, both) == ["c"]
+
+
+def test_alerts_of_faults_that_overlap_are_shared_out_so_that_none_is_left() -> None:
+    """The earlier alert goes to the fault that is over first: the other one can still account for the later alert."""
+    soon, late = fault("engine_killed", 10.0, 12.0), fault("scheduler_killed", 10.0, 100.0)
+    alerts = [alert("engine.dead", "a", 11.0), alert("engine.dead", "b", 130.0)]
+    found = attributed(alerts, [late, soon])
+    assert [(a["subject"], f["name"]) for a, f in found.of] == [("a", "engine_killed"), ("b", "scheduler_killed")]
+    assert not found.left_over and not found.untold
+
+
+def test_alert_goes_to_the_fault_that_names_its_subject() -> None:
+    found = attributed([alert("engine.dead", "b")], [fault("engine_killed", target="a"),
+                                                     fault("engine_killed", ended=90.0, target="b")])
+    assert [f["target"] for _, f in found.of] == ["b"] and [f["target"] for f in found.untold] == []
+
+
+def test_fault_that_takes_others_with_it_gives_one_alert_of_each() -> None:
+    raylet = fault("raylet_killed")
+    alerts = [alert(f"{name}.dead", name) for name in ("actor", "rollout", "advantages", "trainer", "engine")]
+    assert left_over(alerts, raylet) == []
+    assert left_over([*alerts, alert("actor.dead", "again", 12.0)], raylet) == ["again"]
+    assert left_over(alerts, fault("gcs_killed")) == ["actor", "rollout", "advantages", "trainer", "engine"]
+
+
+def test_alerts_of_how_long_a_fault_lasts_are_no_faults_and_no_storm() -> None:
+    waits = [alert("run.waiting", str(n)) for n in range(5)]
+    assert left_over(waits[:4], fault("dcs_killed")) == [] and left_over(waits, fault("dcs_killed")) == ["4"]
+
+
+def test_killed_part_of_which_no_alert_tells_is_found() -> None:
+    def untold(*alerts: dict[str, Any], name: str = "dcs_killed", witness: str = KILLED) -> int:
+        return len(attributed(alerts, [fault(name, witness=witness)]).untold)
+
+    assert untold() == 1 and untold(alert("engine.dead")) == 1 and untold(alert("dcs.dead")) == 0
+    assert untold(alert("dcs.dead", since=1.0, over=15.0)) == 0, "the alert of the fault before was open"
+    assert untold(alert("dcs.dead", since=1.0, over=5.0)) == 1
+    assert untold(witness="pid 1 was stopped for 12 s") == 0, "what comes back may go unnoticed"
+    assert untold(witness="pid 1 exited with code 0 in the middle of its work") == 1
+    assert untold(name="host_agent_killed") == 0, "it is replaced before anything depends on it"
+
+
+NAMES = st.sampled_from(sorted(FAULTS))
+FAULT = st.builds(lambda name, began, length: fault(name, began, began + length), NAMES, st.integers(0, 50),
+                  st.integers(0, 50))
+ALERT = st.builds(lambda kind, subject, since: alert(kind, str(subject), since), st.sampled_from(
+    ["engine.dead", "dcs.dead", "trainer.dead", "actor.dead", "run.waiting", "driver.dead", "of.later_release"]),
+    st.integers(0, 3), st.integers(0, 150))
+
+
+@given(st.lists(ALERT, max_size=8), st.lists(FAULT, max_size=4))
+def test_each_alert_has_one_fault_that_was_under_way_or_is_left_over(alerts: list[dict[str, Any]],
+                                                                     faults: list[dict[str, Any]]) -> None:
+    found = attributed(alerts, faults)
+    assert sorted(map(id, [a for a, _ in found.of] + list(found.left_over))) == sorted(map(id, alerts))
+    assert all(under_way(f, a["since"]) for a, f in found.of)
+    assert {id(f) for f in found.untold}.isdisjoint(id(f) for _, f in found.of)
