@@ -84,19 +84,19 @@ class ChunksDamaged(Killed):
         folder, node = self._folder(pid), next((r.id for r in _records(self.context) if r.pid == pid), "")
         self.at, self._victim = time.time(), engine.id
         # The driver does not replace the engine before the files are damaged: both are stopped meanwhile.
-        kill(pid)
+        node_killed = kill(pid)
         head = reads.head(self.context.etcd, self.context.keys, "policy")
         files = [path for path in folder.glob("[0-9a-f][0-9a-f]/*") if "." not in path.name]
         for path in files:
             _damage(path, torn=self.torn)
         self._damaged = len(files)
-        witness = kill(engine.pid)
+        engine_killed = kill(engine.pid)
         if not files:
             return f"disk of the DCS node {node}, engine {engine.id}", ""
         how = "lost its second half" if self.torn else "had a bit flipped"
         return f"disk of the DCS node {node}, engine {engine.id}", (
-            f"each of {len(files)} chunks on disk {how} while pid {pid} was dead, head {head.number if head else 0}; "
-            f"{witness}")
+            f"{node_killed}; each of {len(files)} chunks on its disk {how} then, head {head.number if head else 0}; "
+            f"{engine_killed}")
 
     @staticmethod
     def _folder(pid: int) -> Path:
