@@ -90,17 +90,17 @@ class ChunksDamaged(Killed):
         head = reads.head(self.context.etcd, self.context.keys, "policy")
         self._desired, self._victim, self.at = self.context.desired(), engine.id, time.time()
         # The driver does not replace the engine before the files are damaged: both are stopped meanwhile.
-        killed = self.context.kill(pid)
+        node_killed = self.context.kill(pid)
         files = [path for path in folder.glob("[0-9a-f][0-9a-f]/*") if "." not in path.name]
         for path in files:
             _damage(path, torn=self.torn)
-        witness = self.context.kill(engine.pid)
+        engine_killed = self.context.kill(engine.pid)
         if not files:
             return f"disk of the DCS node {node}, engine {engine.id}", ""
         how = "lost its second half" if self.torn else "had a bit flipped"
         return f"disk of the DCS node {node}, engine {engine.id}", (
-            f"each of {len(files)} chunks on disk {how} while pid {pid} was dead, head {head.number if head else 0}; "
-            f"{killed}; {witness}")
+            f"{node_killed}; each of {len(files)} chunks on its disk {how} then, head {head.number if head else 0}; "
+            f"{engine_killed}")
 
     @staticmethod
     def _folder(pid: int) -> Path:

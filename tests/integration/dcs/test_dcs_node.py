@@ -18,7 +18,9 @@ from support.waiting import wait_until
 
 from elastic_rl.dcs import protocol
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
+from elastic_rl.dcs.catalog.holders import HeadHolders
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
+from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.codecs import delta
 from elastic_rl.dcs.codecs.digests import digest_of
 from elastic_rl.dcs.fetch.mapping import load_tensors
@@ -83,6 +85,9 @@ def test_corrupt_file_is_never_served_and_another_copy_is_found(dcs: Dcs) -> Non
         wire.get(digest)
     with pytest.raises(ChunkCorrupt, match=digest):
         dcs.assert_pulls([1])
+    with contextlib.closing(HeadHolders(dcs.etcd, dcs.keys, DcsClient(dcs.etcd, dcs.keys, io_timeout_s=20), "policy")
+                            ) as holders:
+        assert holders.is_lost(), "who has the weights may publish them again"
     assert f"chunk {digest} on disk is dropped" in dcs.log()
     wait_until(lambda: not dcs.file(digest).exists(), what="the removal")
     offset = int(wire.call(op="alloc", nbytes=1)["offset"])  # its region in the arena was freed
