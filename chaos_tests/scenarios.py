@@ -148,6 +148,12 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("async", "a fully asynchronous job whose groups are generated beside its steps",
              {**_SMALL, "train.schedule": "fully_async", "train.max_staleness": 2}, steps=120, count=6,
              faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=30.0, pace=Pace(3, 10, 30)),
+    Scenario("changes", "a small job whose pool clients scale, whose engines they have replaced and whose driver "
+             "restarted, while faults happen", {**_SMALL, "rollout.engines": 2}, steps=150, count=6,
+             faults={name: WEIGHTS[name] for name in ("coordinator_killed", "dcs_killed", "trainer_rank_killed",
+                                                      "advantages_killed", "actor_killed", "etcd_killed")},
+             steps_per_minute=25.0, pace=Pace(5, 12, 30), floor_answers=80,
+             traffic=("scales", "silences", "drains", "restarts", "watches")),
     Scenario("critic", "PPO, whose critic is a group of ranks of its own",
              {**_SMALL, "algorithm.name": "ppo", "critic.trainer": {"data_parallel": 1}}, steps=80, count=5,
              faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=25.0, pace=Pace(3, 8, 25)),

@@ -65,16 +65,20 @@ RecoveryMinutes = Annotated[float, typer.Option("--recovery-minutes", min=0.1, m
 # -- what there is -----------------------------------------------------------------------------------------------------
 @app.command("list")
 def list_(output: Output = Format.TABLE) -> None:
-    """List the scenarios, the faults that they draw from, and the simulated worlds."""
+    """List the scenarios, the faults that they draw from, their traffic, and the simulated worlds."""
     from chaos_tests.faults.catalogue import FAULTS
-    from chaos_tests.scenarios import SCENARIOS
+    from chaos_tests.scenarios import SCENARIOS, Tier
     from chaos_tests.sim.worlds import WORLDS
+    from chaos_tests.traffic.workloads import WORKLOADS
     rows: list[dict[str, Any]] = [
         {"kind": "scenario", "name": s.name, "where": s.tier.value, "what": s.what, "steps": s.steps,
-         "minutes": s.minutes, "faults": s.count, "baseline": s.baseline, "settings": dict(s.settings)}
+         "minutes": s.minutes, "faults": s.count, "baseline": s.baseline, "settings": dict(s.settings),
+         "traffic": [*s.traffic]}
         for s in SCENARIOS.values()]
     rows += [{"kind": "fault", "name": name, "where": entry.part.value, "what": entry.what, "weight": entry.weight,
               "takes_all": entry.takes_all} for name, entry in FAULTS.items()]
+    rows += [{"kind": "traffic", "name": name, "where": Tier.ONE_HOST.value, "what": load.what}
+             for name, load in WORKLOADS.items()]
     rows += [{"kind": "world", "name": name, "where": "sim", "what": world.what} for name, world in WORLDS.items()]
     tables.show(out, rows, _COLUMNS, output)
 
