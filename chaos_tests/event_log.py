@@ -25,9 +25,10 @@ class Kind(StrEnum):
     """Kinds of records. Each record has ``at`` (unix s), ``kind`` and the fields that are named here."""
 
     RUN = "run"
-    """First record. ``form``, ``scenario``, ``seed``, ``schedule`` (as its JSON object), ``target``, ``settings`` (of
-    the job, without secrets), ``versions`` (package → version), ``commit``, ``baseline`` (whether it is the fault-free
-    run)."""
+    """First record. ``form``, ``scenario``, ``seed``, ``schedule`` (as its JSON object, without secrets), ``target``,
+    ``arguments`` (words of a command line that name the job and what of it may be struck, where it ran before),
+    ``settings`` (of the job, without secrets), ``versions`` (package → version), ``commit``, ``baseline`` (whether it
+    is the fault-free run)."""
     FAULT = "fault"
     """A planned fault, once it is over or given up. ``name``, ``step``, ``target``, ``state`` (of the victim then),
     ``witness`` ("" when it was not seen to happen), ``injected_at`` (when it struck), ``detected_at``,
@@ -99,7 +100,7 @@ _TIME_OR_NONE: _Types = frozenset({int, float, type(None)})
 _OBJECT: _Types = frozenset({dict})
 _LIST_OR_NONE: _Types = frozenset({list, type(None)})
 _TYPES: Mapping[str, Sequence[tuple[Sequence[str], _Types, bool]]] = {
-    Kind.RUN: ((("scenario", "target", "commit"), _TEXT, False),
+    Kind.RUN: ((("scenario", "target", "commit"), _TEXT, False), (("arguments",), _LIST_OR_NONE, False),
                (("schedule", "settings", "versions"), _OBJECT, False)),
     Kind.FAULT: ((("name",), _TEXT, True), (("injected_at", "detected_at", "healed_at"), _TIME_OR_NONE, False)),
     Kind.OPERATION: ((("key",), _TEXT, True), (("began_s",), _TIME, True), (("ended_s",), _TIME_OR_NONE, False)),

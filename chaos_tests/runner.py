@@ -7,6 +7,7 @@ undone is in ``undo.jsonl``, and a file ``abort`` ends the run (``abort``).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import subprocess
@@ -77,6 +78,8 @@ class Limits:
     """A fault from which the job has not recovered after so long is given up."""
     aborts_itself: bool = False
     """Whether a run ends early for a reason of ``abort.reason``. On a cluster of its own that is a finding."""
+    arguments: Sequence[str] = ()
+    """Words of a command line that strikes the same job with the same limits."""
     guard: Callable[[FaultContext], Callable[[str, Fault], Fault]] | None = None
     """Makes of each fault the one that is injected (``blast_radius.guarded``)."""
 
@@ -128,7 +131,8 @@ def run_attached(schedule: Schedule, folder: Path, target: Target, limits: Limit
     with abort.running(folder) as aborts:
         _prepare(schedule, folder)
         switch(aborts)
-        with _log_of(folder, schedule, target.cfg, target.name, baseline=False) as event_log:
+        with _log_of(folder, schedule, target.cfg, target.name, baseline=False, arguments=limits.arguments
+                     ) as event_log:
             end = _Play(target, scenario, schedule, folder, event_log, aborts, limits, say).follow()
             event_log.write(Kind.END, **end, aborted=aborts.why)
         return _reported(folder)
@@ -157,10 +161,15 @@ def _require_new(folder: Path) -> None:
         raise ConfigError(f"{folder} has the results of a run", hint="name another folder with --out")
 
 
+def shown(schedule: Schedule) -> Schedule:
+    """The schedule as it is kept: others read the folder of a run. Secrets among its settings are to be given again."""
+    return replace(schedule, settings=tuple(map(secrets.redacted_setting, schedule.settings)))
+
+
 def _prepare(schedule: Schedule, folder: Path) -> None:
     """Writes what a run begins with into its folder, in which no other one runs. Raises as ``_require_new``."""
     _require_new(folder)
-    replace_file(folder / SCHEDULE, schedule.to_json(), private=True)
+    replace_file(folder / SCHEDULE, shown(schedule).to_json(), private=True)
 
 
 def _run_own(scenario: Scenario, schedule: Schedule, folder: Path, aborts: AbortSwitch, say: Say, *, baseline: bool
@@ -185,12 +194,14 @@ def _run_own(scenario: Scenario, schedule: Schedule, folder: Path, aborts: Abort
 
 
 @contextmanager
-def _log_of(folder: Path, schedule: Schedule, cfg: Config, target: str, *, baseline: bool) -> Iterator[EventLog]:
+def _log_of(folder: Path, schedule: Schedule, cfg: Config, target: str, *, baseline: bool,
+            arguments: Sequence[str] = ()) -> Iterator[EventLog]:
     event_log = EventLog(folder / EVENTS)
     try:
         event_log.write(
             Kind.RUN, form=FORM, scenario=schedule.scenario, seed=schedule.seed, target=target, baseline=baseline,
-            schedule=json.loads(schedule.to_json()), settings=secrets.redacted(cfg.model_dump(mode="json")),
+            schedule=json.loads(shown(schedule).to_json()), arguments=[*arguments],
+            settings=secrets.redacted(cfg.model_dump(mode="json")),
             versions=_versions(), commit=_commit(), floor={"steps": scenario_of(schedule).floor_steps})
         yield event_log
     finally:
@@ -312,7 +323,8 @@ class _Play:
 
     def _on_change(self, change: Mapping[str, Any]) -> None:
         if change["key"].startswith(self._target.observed) and not change["key"].startswith(self._secret):
-            self._log.write(Kind.CHANGE, **change)
+            of_job = change["key"].startswith(self._target.cluster_keys.jobs_prefix())
+            self._log.write(Kind.CHANGE, **(_without_seal(change) if of_job else change))
 
     def _sample_processes(self) -> None:
         for sample in self._sampler.processes():
@@ -320,6 +332,18 @@ class _Play:
 
     def _sample_store(self) -> None:
         self._log.write(Kind.STORE, **self._sampler.store())
+
+
+def _without_seal(change: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The change of a job's record with a digest in the place of its sealed settings: whoever gets the secret of the
+    cluster later is not to read them in a log."""
+    try:
+        record = json.loads(change["value"])
+        sealed = record["settings"]
+    except (ValueError, TypeError, KeyError):
+        return change
+    digest = f"sha256:{hashlib.sha256(str(sealed).encode()).hexdigest()}" if sealed else ""
+    return {**change, "value": json.dumps({**record, "settings": digest})}
 
 
 def _answered(read: Callable[[], T]) -> T | None:
