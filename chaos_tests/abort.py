@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import stat
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
-from elastic_rl.errors import ConfigError
+from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.records import Severity
-from elastic_rl.faults.undo import FILE, undo_all
+from elastic_rl.faults.undo import FILE, Undone, undo_all
 from elastic_rl.host import file_lock
+from elastic_rl.runtime.files import require_own_folder
+
+log = logging.getLogger(__name__)
 
 _FILE, _LOCK = "abort", "runner.lock"
 _AFTERWARDS_S = 60.0
@@ -46,41 +52,74 @@ class AbortSwitch:
 
 @contextmanager
 def running(folder: Path) -> Iterator[AbortSwitch]:
-    """Makes this process the one that runs in a folder within the block; at its end, whatever it is, what faults have
-    left is undone. Raises ConfigError where another one does."""
-    with (folder / _LOCK).open("w", encoding="utf-8") as lock:
+    """Makes this process the one that runs in a folder within the block, which is made unless it is there; at its end,
+    whatever it is, what faults have left is undone. Raises ConfigError where another one does, and PreflightFailed for
+    a folder of another user, or a link."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    require_own_folder(folder, hint="name another folder with --out")
+    with _opened(folder / _LOCK, os.O_RDWR | os.O_CREAT) as lock:
         if not file_lock.taken(lock):
             raise ConfigError(f"another process runs in {folder}", hint="name another folder with --out")
         (folder / _FILE).unlink(missing_ok=True)
         try:
             yield AbortSwitch(folder)
         finally:
-            undo_all(folder)
+            for line in undo_all(folder).failed:
+                log.warning("not undone: %s", line)
+
+
+def _opened(path: Path, flags: int) -> IO[bytes]:
+    """An open file of a folder of results, private where it is made. Others may have put a link or a FIFO there, which
+    is neither followed nor waited for. Raises ConfigError, and FileNotFoundError."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        raise
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be opened: {e.strerror}", hint="name another folder") from e
+    file = os.fdopen(descriptor, "rb" if flags & os.O_ACCMODE == os.O_RDONLY else "r+b", buffering=0)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise ConfigError(f"{path} is no regular file", hint="name another folder")
+    return file
 
 
 def is_running(folder: Path) -> bool:
-    lock = folder / _LOCK
-    return lock.exists() and file_lock.is_held(lock)
+    """Raises ConfigError for a lock that is no file."""
+    try:
+        with _opened(folder / _LOCK, os.O_RDONLY) as lock:
+            return not file_lock.taken(lock, shared=True)
+    except FileNotFoundError:
+        return False
 
 
-def abort(folder: Path) -> list[str] | None:
+def abort(folder: Path) -> Undone | None:
     """Has the run in a folder end: its process does the rest, and this returns None. Where that is gone, it undoes what
     faults have left, and returns what it did. Raises ConfigError for a folder without a run."""
     if not (folder / _LOCK).exists():
         raise ConfigError(f"no chaos run was in {folder}", hint="name the folder that `elastic-rl chaos run` has said")
     if is_running(folder):
-        (folder / _FILE).touch()
+        _opened(folder / _FILE, os.O_WRONLY | os.O_CREAT).close()
         return None
     return undo_all(folder)
 
 
-def undo_of_killed_runs(results: Path) -> dict[str, list[str]]:
-    """Undoes what those of the runs whose folders are in ``results`` have left whose process was killed; what was done,
-    by run."""
-    found: dict[str, list[str]] = {}
+def undo_of_killed_runs(results: Path) -> dict[str, Undone]:
+    """Undoes what those of this user's runs whose folders are in ``results`` have left whose process was killed; what
+    was done, by run."""
+    found = dict[str, Undone]()
     for file in results.glob(f"*/{FILE}"):
-        if not is_running(file.parent) and (done := undo_all(file.parent)):
-            found[str(file.parent)] = done
+        try:
+            require_own_folder(file.parent, hint="")
+            if is_running(file.parent):
+                continue
+        except (ElasticRLError, OSError):
+            continue  # another one's, or no run
+        undone = undo_all(file.parent)
+        if undone.done or undone.failed:
+            found[str(file.parent)] = undone
     return found
 
 

@@ -6,11 +6,13 @@ read nothing else, so a folder that somebody has sent can be judged again on ano
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -24,16 +26,18 @@ class Kind(StrEnum):
     """Kinds of records. Each record has ``at`` (unix s), ``kind`` and the fields that are named here."""
 
     RUN = "run"
-    """First record. ``form``, ``scenario``, ``seed``, ``schedule`` (as its JSON object), ``target``, ``settings`` (of
-    the job, without secrets), ``versions`` (package → version), ``commit``, ``baseline`` (whether it is the fault-free
-    run), ``traffic`` (its names in ``chaos_tests.traffic.workloads``), ``floor`` (the least that makes it worth
-    something: ``steps`` before the first fault, ``answers`` of clients), ``must_see`` (rules that must not be unseen
-    in it)."""
+    """First record. ``form``, ``scenario``, ``seed``, ``schedule`` (as its JSON object, without secrets), ``target``,
+    ``arguments`` (words of a command line that name the job and what of it may be struck, where it ran before),
+    ``settings`` (of the job, without secrets), ``versions`` (package → version), ``commit``, ``baseline`` (whether it
+    is the fault-free run), ``traffic`` (its names in ``chaos_tests.traffic.workloads``), ``floor`` (the least that
+    makes it worth something: ``steps`` before the first fault, ``answers`` of clients), ``must_see`` (rules that must
+    not be unseen in it)."""
     FAULT = "fault"
     """A planned fault, once it is over or given up. ``name``, ``step``, ``target``, ``state`` (of the victim then),
-    ``witness`` ("" when it was not seen to happen), ``injected_at``, ``detected_at``, ``healed_at`` (unix s or
-    None), ``said`` (what the job's status said that it waits for), ``problem`` (why it did not happen or was not seen
-    to heal)."""
+    ``witness`` ("" when it was not seen to happen), ``injected_at`` (when it struck), ``detected_at``,
+    ``healed_at`` (unix s or None), ``waited_s`` (for its victim, before ``injected_at``), ``may_go_unnoticed`` (whether
+    nobody has to detect it), ``said`` (what the job's status said that it waits for), ``problem`` (why it did not
+    happen or was not seen to heal)."""
     OPERATION = "operation"
     """An operation of a client, as ``chaos_tests.history.Operation`` has it: ``client``, ``key``, ``call``,
     ``argument``, ``began_s``, ``ended_s``, ``result``; ``model`` names the sequential model that judges it."""
@@ -79,7 +83,7 @@ class EventLog:
         self.path, self._now, self._lock = path, now, threading.Lock()
         self.written = Counter[str]()
         """Records by kind, without the first and the last one of a run."""
-        self._file = path.open("a", encoding="utf-8")
+        self._file = open(path, "a", encoding="utf-8", opener=_private)  # noqa: SIM115 -- it has ``close``
 
     def write(self, kind: Kind, **fields: Any) -> None:
         """``fields`` are of the kind; an ``at`` among them takes the place of the time of writing."""
@@ -94,17 +98,86 @@ class EventLog:
         self._file.close()
 
 
+_MOST_BYTES = 256 << 20
+"""Most bytes of a line: a report of a long run is in the last one."""
+_MOST_S = 1e12
+_Types = frozenset[type[Any]]
+_TEXT: _Types = frozenset({str})
+_NUMBER: _Types = frozenset({int})
+_TIME: _Types = frozenset({int, float})
+_TIME_OR_NONE: _Types = frozenset({int, float, type(None)})
+_OBJECT: _Types = frozenset({dict})
+_LIST_OR_NONE: _Types = frozenset({list, type(None)})
+_TYPES: Mapping[str, Sequence[tuple[Sequence[str], _Types, bool]]] = {
+    Kind.RUN: ((("scenario", "target", "commit"), _TEXT, False),
+               (("arguments", "traffic", "must_see"), _LIST_OR_NONE, False),
+               (("schedule", "settings", "versions", "floor"), _OBJECT, False)),
+    Kind.FAULT: ((("name",), _TEXT, True), (("injected_at", "detected_at", "healed_at"), _TIME_OR_NONE, False)),
+    Kind.OPERATION: ((("key",), _TEXT, True), (("began_s",), _TIME, True), (("ended_s",), _TIME_OR_NONE, False)),
+    Kind.CHANGE: ((("revision",), _NUMBER, True), (("key",), _TEXT, True), (("create",), _NUMBER, False),
+                  (("put",), frozenset({bool}), True), (("value",), _TEXT, False)),
+    Kind.GAP: ((("first", "last"), _NUMBER, True),),
+    Kind.WATCH: ((("client", "prefix"), _TEXT, True), (("revision",), _NUMBER, True), (("key",), _TEXT, False),
+                 (("put", "listed"), frozenset({bool}), False)),
+    Kind.STEP: ((("step",), _NUMBER, True),),
+    Kind.EVENT: ((("name", "subject", "message"), _TEXT, True),),
+    Kind.NOTIFICATION: ((("alert", "subject", "phase"), _TEXT, True),),
+    Kind.LEFTOVER: ((("what",), _TEXT, True),),
+    Kind.END: ((("report", "records"), _OBJECT, False), (("revision",), _NUMBER | {type(None)}, False),
+               (("alerts", "committed_steps", "problems"), _LIST_OR_NONE, False),
+               (("phase", "aborted"), _TEXT, False)),
+}
+"""Of the fields without which nothing can be said of a kind, and of others that records have: names, types, and whether
+they must be there."""
+
+
+def _private(path: str, flags: int) -> int:
+    """The log has what only the user of the job may read. A link that somebody has put there is not written through."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+
+
 def read(path: Path) -> Iterator[Event]:
     """The records of a log, in the order of the file. A last line without its end is that of a process that was killed
-    while it wrote it, and is left out. Raises ValueError for a file that is no log of this form."""
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines):
-            if not line.endswith("\n"):
+    while it wrote it, and is left out. Raises ValueError, which says where, for a file that is no log of this form, and
+    OSError."""
+    with open(path, "rb", opener=_without_waiting) as lines:
+        for number in itertools.count(1):
+            line = lines.readline(_MOST_BYTES)
+            if not line.endswith(b"\n"):
+                if len(line) == _MOST_BYTES:
+                    raise ValueError(f"{path}, line {number}, is longer than {_MOST_BYTES >> 20} MiB")
                 return
-            record = json.loads(line)
-            if number == 0 and (record.get("kind") != Kind.RUN or record.get("form") != FORM):
-                raise ValueError(f"{path} is no event log of form {FORM}")
+            try:
+                record = json.loads(line)
+                if number == 1 and (type(record) is not dict or record.get("kind") != Kind.RUN
+                                    or record.get("form") != FORM):
+                    raise ValueError(f"this is no event log of form {FORM}")
+                _require_form(record)
+            except (ValueError, RecursionError) as e:
+                raise ValueError(f"{path}, line {number}, is no record of a chaos run: {str(e)[:200]}") from e
             yield record
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """A FIFO would be waited for without end."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _require_form(record: Any) -> None:
+    """Raises ValueError for what is no record, or has a field of another type than its kind says."""
+    if type(record) is not dict:
+        raise ValueError("it is no JSON object")
+    kind: Any = record.get("kind")
+    at: Any = record.get("at")
+    if type(kind) is not str or type(at) not in (int, float) or not -_MOST_S < at < _MOST_S:
+        raise ValueError("it has no kind, or no time")
+    for names, types, needed in _TYPES.get(kind, ()):
+        for name in names:
+            if name not in record:
+                if needed:
+                    raise ValueError(f"{name} of {kind} is missing")
+            elif type(value := record[name]) not in types or (type(value) is float and not -_MOST_S < value < _MOST_S):
+                raise ValueError(f"{name} of {kind} is of another form: {str(value)[:80]!r}")
 
 
 class Records:

@@ -7,6 +7,7 @@ undone is in ``undo.jsonl``, and a file ``abort`` ends the run (``abort``).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import subprocess
@@ -46,10 +47,13 @@ from elastic_rl.faults.injector import FaultInjector
 from elastic_rl.faults.undo import UndoRegistry, undo_all
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.report.build import parse_lines
+from elastic_rl.runtime.files import read_limited, replace_file
 
 log = logging.getLogger(__name__)
 
 SCHEDULE = "schedule.json"
+_MOST_BYTES = 16 << 20
+"""Of a schedule: it may have been sent."""
 _POLL_S = 1.0
 _SAMPLE_S = 10.0
 _EVENTS_READ = 500
@@ -81,6 +85,8 @@ class Limits:
     """A fault from which the job has not recovered after so long is given up."""
     aborts_itself: bool = False
     """Whether a run ends early for a reason of ``abort.reason``. On a cluster of its own that is a finding."""
+    arguments: Sequence[str] = ()
+    """Words of a command line that strikes the same job with the same limits."""
     guard: Callable[[FaultContext], Callable[[str, Fault], Fault]] | None = None
     """Makes of each fault the one that is injected (``blast_radius.guarded``)."""
 
@@ -111,12 +117,14 @@ def run(schedule: Schedule, folder: Path, *, baseline: bool | None = None, say: 
     schedule of an unknown scenario, or a folder with results, and another ElasticRLError where the cluster or its job
     cannot be started."""
     scenario = scenario_of(schedule)
-    _prepare(schedule, folder)
+    require_client()
+    _require_new(folder)
     with abort.running(folder) as aborts:
+        _prepare(schedule, folder)
         switch(aborts)
         if scenario.baseline if baseline is None else baseline:
             say("the baseline: the same job without faults")
-            (folder / BASELINE).mkdir()
+            (folder / BASELINE).mkdir(mode=0o700)
             _run_own(scenario, replace(schedule, strikes=()), folder / BASELINE, aborts, say, baseline=True)
             if aborts.why:
                 return replace(_reported(folder / BASELINE), folder=folder)
@@ -129,10 +137,13 @@ def run_attached(schedule: Schedule, folder: Path, target: Target, limits: Limit
                  switch: OnSwitch = lambda switch: None) -> Outcome:
     """Runs a schedule against a job that runs already and goes on afterwards. Otherwise as ``run``."""
     scenario = scenario_of(schedule)
-    _prepare(schedule, folder)
+    require_client()
+    _require_new(folder)
     with abort.running(folder) as aborts:
+        _prepare(schedule, folder)
         switch(aborts)
-        with _log_of(folder, schedule, target.cfg, target.name, baseline=False) as event_log:
+        with _log_of(folder, schedule, target.cfg, target.name, baseline=False, arguments=limits.arguments
+                     ) as event_log:
             end = _Play(target, scenario, schedule, folder, event_log, aborts, limits, say).follow()
             _write_end(event_log, end, aborts)
         return _reported(folder)
@@ -149,19 +160,27 @@ def schedule_at(path: Path) -> Schedule:
     """The schedule of a folder of results, or in a file. Raises ConfigError."""
     file = path / SCHEDULE if path.is_dir() else path
     try:
-        return Schedule.from_json(file.read_text(encoding="utf-8"), FAULTS)
+        return Schedule.from_json(read_limited(file, _MOST_BYTES).decode(), FAULTS)
     except (OSError, ValueError) as e:
         raise ConfigError(f"no schedule can be read from {file}: {e}",
                           hint="name a folder that `elastic-rl chaos run` has written, or its schedule.json") from e
 
 
-def _prepare(schedule: Schedule, folder: Path) -> None:
-    """Makes the folder of a run. Raises ConfigError for one that has results."""
-    require_client()
+def _require_new(folder: Path) -> None:
+    """Raises ConfigError for a folder that has results."""
     if (folder / EVENTS).exists() or (folder / BASELINE).exists():
         raise ConfigError(f"{folder} has the results of a run", hint="name another folder with --out")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / SCHEDULE).write_text(schedule.to_json(), encoding="utf-8")
+
+
+def shown(schedule: Schedule) -> Schedule:
+    """The schedule as it is kept: others read the folder of a run. Secrets among its settings are to be given again."""
+    return replace(schedule, settings=tuple(map(secrets.redacted_setting, schedule.settings)))
+
+
+def _prepare(schedule: Schedule, folder: Path) -> None:
+    """Writes what a run begins with into its folder, in which no other one runs. Raises as ``_require_new``."""
+    _require_new(folder)
+    replace_file(folder / SCHEDULE, shown(schedule).to_json(), private=True)
 
 
 def _run_own(scenario: Scenario, schedule: Schedule, folder: Path, aborts: AbortSwitch, say: Say, *, baseline: bool
@@ -190,13 +209,15 @@ def _write_end(event_log: EventLog, end: Mapping[str, Any], aborts: AbortSwitch)
 
 
 @contextmanager
-def _log_of(folder: Path, schedule: Schedule, cfg: Config, target: str, *, baseline: bool) -> Iterator[EventLog]:
+def _log_of(folder: Path, schedule: Schedule, cfg: Config, target: str, *, baseline: bool,
+            arguments: Sequence[str] = ()) -> Iterator[EventLog]:
     scenario, event_log = scenario_of(schedule), EventLog(folder / EVENTS)
     traffic = scenario.traffic if target in OWN_TARGETS else ()
     try:
         event_log.write(
             Kind.RUN, form=FORM, scenario=schedule.scenario, seed=schedule.seed, target=target, baseline=baseline,
-            schedule=json.loads(schedule.to_json()), settings=secrets.redacted(cfg.model_dump(mode="json")),
+            schedule=json.loads(shown(schedule).to_json()), arguments=[*arguments],
+            settings=secrets.redacted(cfg.model_dump(mode="json")),
             versions=_versions(), commit=_commit(), traffic=[*traffic],
             must_see=must_see(schedule, own=target in OWN_TARGETS,
                               compared=cfg.deterministic and (folder / BASELINE).exists()),
@@ -283,7 +304,8 @@ class _Play:
         finally:
             injector.end()
             injector.join(_END_S)
-            undo_all(self._folder)
+            for what in undo_all(self._folder).failed:
+                self._log.write(Kind.LEFTOVER, what=f"not undone: {what}")
 
     def _end(self) -> dict[str, Any]:
         target, until = self._target, time.monotonic() + _END_S
@@ -348,7 +370,8 @@ class _Play:
 
     def _on_change(self, change: Mapping[str, Any]) -> None:
         if change["key"].startswith(self._target.observed) and not change["key"].startswith(self._secret):
-            self._log.write(Kind.CHANGE, **change)
+            of_job = change["key"].startswith(self._target.cluster_keys.jobs_prefix())
+            self._log.write(Kind.CHANGE, **(_without_seal(change) if of_job else change))
 
     def _sample_processes(self) -> None:
         for sample in self._sampler.processes():
@@ -356,6 +379,18 @@ class _Play:
 
     def _sample_store(self) -> None:
         self._log.write(Kind.STORE, **self._sampler.store())
+
+
+def _without_seal(change: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The change of a job's record with a digest in the place of its sealed settings: whoever gets the secret of the
+    cluster later is not to read them in a log."""
+    try:
+        record = json.loads(change["value"])
+        sealed = record["settings"]
+    except (ValueError, TypeError, KeyError):
+        return change
+    digest = f"sha256:{hashlib.sha256(str(sealed).encode()).hexdigest()}" if sealed else ""
+    return {**change, "value": json.dumps({**record, "settings": digest})}
 
 
 def _answered(read: Callable[[], T], until: float) -> T | None:

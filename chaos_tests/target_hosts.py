@@ -41,6 +41,7 @@ from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import Leader, PoolSpec
 from elastic_rl.faults.hosts import HostFault, HostsContext, restore
+from elastic_rl.faults.undo import UndoRegistry
 from elastic_rl.host import processes
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.test_hosts.bridge import interfaces
@@ -118,6 +119,7 @@ def cluster_of_hosts(say: Callable[[str], None], *, hosts: int = HOSTS, settings
         etcd.put(Keys(cfg.job).pool_spec(POOL), PoolSpec(name=POOL, desired=cfg.rollout.engines).encode())
         made.submit(env=driver_writes.environment(folder))
         context = HostsContext(made, etcd, keys, cfg.job, hosts,
+                               undo=UndoRegistry(cluster.paths.folder / "faults"),
                                works=lambda generation: driver_writes.works(etcd, cfg.job, generation))
         found = HostsCluster(
             made, cluster, info, etcd, context,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from chaos_tests.nemesis.schedule import Schedule
-from elastic_rl.faults import states
+from elastic_rl.config import Config
+from elastic_rl.faults import ptrace, states
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.etcd import CompactedPastWatcher, EtcdPulsed, ForeignRecords
 from elastic_rl.faults.hosts import (
@@ -88,13 +89,21 @@ class Entry:
     takes_all: bool = False
     """Whether it leaves no replica of the part, however many there are."""
     needs: frozenset[Need] = frozenset()
+    also: frozenset[Part] = frozenset()
+    """Parts that it strikes beside ``part``, one replica of each."""
+    takes_replica: bool = True
+    """Whether a replica of ``part`` is lost or away."""
+
+    @property
+    def parts(self) -> frozenset[Part]:
+        return self.also | {self.part}
 
 
 def _struck(part: str, way: Way, strikes: Part, what: str, *, weight: float = 0.5, state: states.State | None = None,
-            needs: Set[Need] = frozenset()) -> Entry:
+            needs: Set[Need] = frozenset(), takes_all: bool = False) -> Entry:
     seconds = 0.0 if way.ends else _BEYOND_LEASE_S
     also = {Need.PTRACE} if way in (Way.EXITED, Way.GIL_HELD) else set()
-    return Entry(lambda c: Struck(c, part, way, state=state, seconds=seconds), strikes, what, weight,
+    return Entry(lambda c: Struck(c, part, way, state=state, seconds=seconds), strikes, what, weight, takes_all,
                  needs=frozenset({*needs, *also}))
 
 
@@ -155,7 +164,8 @@ _OTHERS: Mapping[str, Entry] = {
     "dcs_paused": _struck("dcs", Way.PAUSED, Part.DCS, "SIGSTOP of the DCS node, and SIGCONT"),
     "host_agent_killed": _struck("host_agent", Way.KILLED, Part.HOSTS, "kill -9 of the active host agent"),
     "etcd_terminated": _struck("etcd", Way.TERMINATED, Part.ETCD, "SIGTERM of etcd"),
-    "busy_cores": Entry(lambda c: BusyCores(c, _BUSY_S), Part.HOSTS, "other processes use all cores for a while", 0.5),
+    "busy_cores": Entry(lambda c: BusyCores(c, _BUSY_S), Part.HOSTS, "other processes use all cores for a while", 0.5,
+                        takes_replica=False),
     # -- in a state
     "engine_killed_generating": _struck("engine", Way.KILLED, Part.ENGINES, "kill -9 of an engine that generates",
                                         state=states.GENERATING),
@@ -173,20 +183,20 @@ _OTHERS: Mapping[str, Entry] = {
                                      state=states.PUBLISHING),
     "driver_killed_taking_over": _struck("driver", Way.KILLED, Part.DRIVER,
                                          "kill -9 of the driver, and of the next one while it takes over",
-                                         state=states.DRIVER_TAKING_OVER),
+                                         state=states.DRIVER_TAKING_OVER, takes_all=True),
     "coordinator_killed_taking_over": _struck("coordinator", Way.KILLED, Part.COORDINATORS,
                                               "kill -9 of the leader, and of the next one before it has announced "
-                                              "itself", state=states.LEADER_TAKING_OVER),
+                                              "itself", state=states.LEADER_TAKING_OVER, takes_all=True),
     # -- storage and etcd
     "dcs_disk_refuses_writes": Entry(lambda c: DiskRefusesWrites(c, _DISK_S), Part.DCS,
                                      f"no file of the DCS node may grow for {_DISK_S:g} s", 0.5,
                                      needs=frozenset({Need.DISK})),
     "chunk_bits_flipped": Entry(lambda c: ChunksDamaged(c, torn=False), Part.DCS,
                                 "a bit of each chunk on disk flips while the node is down; an engine reads them", 0.5,
-                                needs=frozenset({Need.DISK})),
+                                needs=frozenset({Need.DISK}), also=frozenset({Part.ENGINES})),
     "chunks_torn": Entry(lambda c: ChunksDamaged(c, torn=True), Part.DCS,
                          "each chunk on disk loses its end while the node is down; an engine reads them", 0.5,
-                         needs=frozenset({Need.DISK})),
+                         needs=frozenset({Need.DISK}), also=frozenset({Part.ENGINES})),
     _ETCD_SLOW: Entry(lambda c: EtcdPulsed(c, _ETCD_SLOW, seconds=_PULSES_S, stopped_s=0.15, running_s=0.1,
                                            loses_answers=False), Part.ETCD,
                       "etcd is stopped for moments, as by a disk whose fsync is slow", 0.5),
@@ -194,16 +204,25 @@ _OTHERS: Mapping[str, Entry] = {
                                               loses_answers=True), Part.ETCD,
                          "etcd is stopped for longer than a call waits: writes are made whose answers are lost", 0.5),
     "etcd_compacted_past_watcher": Entry(CompactedPastWatcher, Part.ETCD,
-                                         "etcd is restarted and compacted past what the leader has watched", 0.5),
+                                         "etcd is restarted and compacted past what the leader has watched", 0.5,
+                                         also=frozenset({Part.COORDINATORS})),
     "foreign_records": Entry(lambda c: ForeignRecords(c, _RECORDS_S), Part.ETCD,
-                             "etcd has records of a later release, and one that is none", 0.5),
+                             "etcd has records of a later release, and one that is none", 0.5,
+                             takes_replica=False),
     # -- logical
     "stale_leader": Entry(StaleLeader, Part.COORDINATORS, "the leader is stopped until another leads, and comes back"),
     "zombie_driver": Entry(lambda c: ZombieDriver(c, _DRIVER_STOPPED_S), Part.DRIVER,
                            "the driver is stopped until the next one has taken over, and comes back"),
-    "racing_requests": Entry(RacingRequests, Part.API, "clients of the API change one pool at the same time"),
+    "racing_requests": Entry(RacingRequests, Part.API, "clients of the API change one pool at the same time",
+                             takes_replica=False),
 }
 FAULTS: Mapping[str, Entry] = {**_PARTS_LOST, **_OTHERS}
+
+
+def met(cfg: Config) -> frozenset[Need]:
+    """The needs that are met where this process strikes a job with these settings on this machine."""
+    return frozenset({Need.OUTSIDE, *({Need.PTRACE} if ptrace.allowed() else ()),
+                      *({Need.DISK} if cfg.dcs.disk_bytes else ())})
 
 
 def weights(has: Set[Need]) -> Mapping[str, float]:

@@ -6,6 +6,7 @@ A schedule follows from its seed, but it is the file that reproduces a run: anot
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +14,8 @@ from typing import Any
 
 FORM = 2
 """Form of the file. One of another form is refused."""
+_MOST = 1 << 128
+"""Numbers of a schedule are below it; a seed may be long."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +59,25 @@ class Schedule:
     @classmethod
     def from_json(cls, text: str, catalogue: Collection[str]) -> Schedule:
         """Raises ValueError for what is no schedule of this form, or names faults that are not in the catalogue."""
-        read = json.loads(text)
+        try:
+            read = json.loads(text)
+        except RecursionError as e:
+            raise ValueError("it is nested too deeply") from e
         if not isinstance(read, dict) or read.get("form") != FORM:
             raise ValueError(f"this is no schedule of form {FORM}")
         try:
-            strikes = tuple(Strike(_whole(s["step"]), tuple(map(str, s["faults"])), float(s["second"]))
+            if type(read["strikes"]) is not list:
+                raise TypeError("strikes are no list")
+            strikes = tuple(Strike(_whole(s["step"]), _words(s["faults"]), _number(s["second"]))
                             for s in read["strikes"])
-            found = cls(_whole(read["seed"]), _whole(read["steps"]), strikes, float(read["minutes"]),
-                        str(read["scenario"]), tuple(map(str, read["settings"])))
-        except (KeyError, TypeError) as e:
+            found = cls(_whole(read["seed"]), _whole(read["steps"]), strikes, _number(read["minutes"]),
+                        _word(read["scenario"]), _words(read["settings"]))
+        except (KeyError, TypeError, OverflowError) as e:
             raise ValueError(f"the schedule cannot be read: {type(e).__name__} {e}") from e
+        if not all(strike.faults and len(set(strike.faults)) == len(strike.faults) for strike in strikes):
+            raise ValueError("each strike has faults, each of them once")
+        if odd := next((word for word in found.settings if not (word.startswith("--") and "=" in word)), ""):
+            raise ValueError(f"{odd!r} is no setting of the form --key.sub=value")
         if unknown := {name for strike in strikes for name in strike.faults} - {*catalogue}:
             raise ValueError(f"unknown faults: {', '.join(sorted(unknown))}; known: {', '.join(sorted(catalogue))}")
         if found.by_time:
@@ -80,9 +92,27 @@ class Schedule:
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r} is no whole number")
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise TypeError(f"{str(value)[:40]!r} is no whole number from 0 on")
     return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < _MOST:
+        raise TypeError(f"{str(value)[:40]!r} is no number from 0 on")
+    return float(value)
+
+
+def _word(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{str(value)[:40]!r} is no text")
+    return value
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    if type(value) is not list:
+        raise TypeError(f"{str(value)[:40]!r} is no list of texts")
+    return tuple(map(_word, value))
 
 
 def drawn(seed: int, steps: int, faults: int, catalogue: Mapping[str, float], *, together: float = 0.25,
@@ -95,6 +125,8 @@ def drawn(seed: int, steps: int, faults: int, catalogue: Mapping[str, float], *,
     numbers that do not fit."""
     if not catalogue or any(weight <= 0 for weight in catalogue.values()) or faults < 1:
         raise ValueError("a schedule has faults, each with a weight above 0")
+    if not apart * (faults // 2 - 1) <= steps < math.inf:  # before many are drawn; two may be struck at once
+        raise ValueError(f"{faults} faults, {apart} steps apart, need more than {steps} steps")
     choose = random.Random(seed)
     names = sorted(catalogue)
     order = choose.sample(names, len(names))[:faults]

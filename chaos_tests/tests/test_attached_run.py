@@ -100,5 +100,5 @@ def test_etcd_that_a_killed_run_has_stopped_goes_on_by_the_abort_command(target:
         run.wait()
     assert [entry["pid"] for entry in UndoRegistry(folder).pending()] == [etcd.pid]
     done = abort.abort(folder)
-    assert done and str(etcd.pid) in done[0] and etcd.status() != psutil.STATUS_STOPPED
+    assert done is not None and str(etcd.pid) in done.done[0] and etcd.status() != psutil.STATUS_STOPPED
     goes_on(target)

@@ -192,7 +192,9 @@ class Recoveries(FaultChecker):
     def finish(self, end: Event | None) -> None:
         super().finish(end)
         for fault in self.happened:
-            for moment, after in (("detected_at", "injected_at"), ("healed_at", "detected_at")):
+            unnoticed = bool(fault.get("may_go_unnoticed")) and fault.get("detected_at") is None
+            for moment, after in [("healed_at", "injected_at")] if unnoticed else [
+                    ("detected_at", "injected_at"), ("healed_at", "detected_at")]:
                 at, before = (float(math.nan if fault.get(m) is None else fault[m]) for m in (moment, after))
                 if not at >= before:  # one of them is missing, too
                     problem = f": {fault['problem']}" if fault.get("problem") else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import shlex
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ from elastic_rl.cli.common import EXTRA, File, Output, err, find_cluster, locati
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.cli.tables import Format
 from elastic_rl.errors import ConfigError
+from elastic_rl.runtime.files import replace_file
 
 if TYPE_CHECKING:
     from chaos_tests.abort import AbortSwitch
@@ -30,21 +32,31 @@ if TYPE_CHECKING:
     from chaos_tests.nemesis.schedule import Schedule
     from chaos_tests.runner import Outcome
     from chaos_tests.target import Target
+    from elastic_rl.config import Config
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=(
     "Prove that jobs recover from faults: on a cluster of its own, in simulated worlds, or on your cluster."))
 _COLUMNS = ("kind", "name", "where", "what")
 _SEEDS = 1_000_000
 _PROBLEMS_SHOWN = 40
+_MOST_FAULTS, _MOST_STEPS, _MOST_MINUTES = 10_000, 10_000_000, 60_000.0
+_OF_TARGETS = ("only", "at_once", "allow_last", "yes", "recovery_minutes")
+"""Options of a run against a cluster that runs."""
+_WIDER = "--only names the parts that may be struck, --allow-last allows the last replica of one"
+_WHERE = ("--run_dir", "--job", "--cluster")
+"""Settings that say where a job is, which a run on a cluster of its own says itself."""
+
 
 Seed = Annotated[int | None, typer.Option("--seed", min=0, show_default=False, help=(
     "Seed of the faults and of the job; else one is chosen, and printed."))]
-Minutes = Annotated[float, typer.Option("--minutes", min=0.0, metavar="M", show_default=False, help=(
+Minutes = Annotated[float, typer.Option("--minutes", min=0.0, max=_MOST_MINUTES, metavar="M", show_default=False, help=(
     "Run so long, with faults at seconds of it; else as long as the scenario says."))]
-Steps = Annotated[int, typer.Option("--steps", min=0, metavar="N", show_default=False, help=(
+Steps = Annotated[int, typer.Option("--steps", min=0, max=_MOST_STEPS, metavar="N", show_default=False, help=(
     "Run so many steps, with faults at steps of them."))]
-Faults = Annotated[int | None, typer.Option("--faults", min=0, metavar="N", show_default=False, help=(
+Faults = Annotated[int | None, typer.Option("--faults", min=0, max=_MOST_FAULTS, metavar="N", show_default=False, help=(
     "Number of faults; else in proportion to the length, and 5 at most on a cluster that runs."))]
+MostFaults = Annotated[int | None, typer.Option("--faults", min=0, max=_MOST_FAULTS, metavar="N", show_default=False,
+                                                help="Of a cluster that runs, most faults in the run; else 5.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", show_default=False, help=(
     "Folder of the results; else a new one in RUN_DIR/chaos."))]
 Baseline = Annotated[bool | None, typer.Option("--baseline/--no-baseline", show_default=False, help=(
@@ -52,13 +64,13 @@ Baseline = Annotated[bool | None, typer.Option("--baseline/--no-baseline", show_
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the schedule, and start nothing.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a cluster that runs is struck.")]
 Only = Annotated[str, typer.Option("--only", metavar="PARTS", help=(
-    "Of a cluster that runs, strike only these: engines, trainer, roles, driver, router, coordinators, dcs, etcd, "
-    "hosts, with commas in between. Without it all but etcd and hosts, which have to be named."))]
+    "Of a cluster that runs, strike only these: engines, trainer, roles, driver, run, router, ray, coordinators, dcs, "
+    "etcd, hosts, api, with commas in between. Without it all but etcd and hosts, which have to be named."))]
 AtOnce = Annotated[int, typer.Option("--at-once", min=1, metavar="N", help=(
     "Of a cluster that runs, most faults at once."))]
 AllowLast = Annotated[bool, typer.Option("--allow-last", help=(
     "Of a cluster that runs, strike also the last replica of a part: the job pauses until it is replaced."))]
-RecoveryMinutes = Annotated[float, typer.Option("--recovery-minutes", min=0.1, metavar="M", help=(
+RecoveryMinutes = Annotated[float, typer.Option("--recovery-minutes", min=0.1, max=_MOST_MINUTES, metavar="M", help=(
     "Of a cluster that runs, abort when the job has not recovered from a fault after so long."))]
 
 
@@ -102,6 +114,7 @@ def run(ctx: typer.Context,
         raise ConfigError("a run is as long as --minutes or as --steps says", hint="leave one of them out")
     chosen = seed if seed is not None else secrets.randbelow(_SEEDS)
     attaches = names_target(ctx, file)
+    _require_effect(ctx, attaches)
 
     def schedule(target: Target | None, radius: BlastRadius | None) -> Schedule:
         return _drawn(scenario, chosen, minutes=minutes, steps=steps, faults=faults, target=target, radius=radius,
@@ -121,21 +134,31 @@ def run(ctx: typer.Context,
 def replay(ctx: typer.Context, path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=(
                "Folder of the results of a run, or its schedule.json."))],
            file: File = None, out_folder: Out = None, baseline: Baseline = None, dry_run: DryRun = False,
-           yes: Yes = False, only: Only = "", at_once: AtOnce = 1, allow_last: AllowLast = False,
-           recovery_minutes: RecoveryMinutes = 10.0, output: Output = Format.TABLE) -> None:
+           yes: Yes = False, only: Only = "", at_once: AtOnce = 1, faults: MostFaults = None,
+           allow_last: AllowLast = False, recovery_minutes: RecoveryMinutes = 10.0,
+           output: Output = Format.TABLE) -> None:
     """Run a schedule again: the same faults, at the same steps or seconds, of the same job.
 
     With --job=NAME it strikes that job, which runs already, as `chaos run` does."""
     from chaos_tests import runner
-    schedule = runner.schedule_at(path)
-    if not names_target(ctx, file):
-        _own(ctx, replace(schedule, settings=(*schedule.settings, *_settings(ctx))), out_folder, baseline,
+    schedule, attaches = runner.schedule_at(path), names_target(ctx, file)
+    _require_effect(ctx, attaches, *(["faults"] if not attaches else []))
+    if not attaches:
+        given = _settings(ctx)
+        keys = {word.partition("=")[0] for word in given}
+        kept = [word for word in schedule.settings if word.partition("=")[0] not in keys]
+        schedule = replace(schedule, settings=(*kept, *given))
+        _require_secrets(schedule)
+        _own(ctx, schedule, out_folder, baseline,
              dry_run=dry_run, output=output)
         return
     if not schedule.by_time:
         raise ConfigError("this schedule is by the steps of a job of its own", hint=(
             "a job that runs is struck by time: `elastic-rl chaos run --minutes` makes a schedule for it"))
-    radius = _radius(only, at_once, schedule.faults, allow_last)
+    radius = _radius(only, at_once, faults, allow_last)
+    if schedule.faults > radius.faults:
+        raise ConfigError(f"the schedule has {schedule.faults} faults, and {radius.faults} are allowed",
+                          hint=f"--faults {schedule.faults} allows them")
     _attached(ctx, file, lambda target, radius: schedule, radius, out_folder, recovery_minutes, dry_run=dry_run,
               yes=yes, output=output)
 
@@ -150,8 +173,9 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
     from chaos_tests.nemesis.schedule import shrunk
     schedule = runner.schedule_at(path)
     runner.scenario_of(schedule)
+    _require_secrets(schedule)
     folder = out_folder or _new_folder(schedule, Path("runs"), "shrink")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     runs = 0
 
     def fails(part: Schedule) -> bool:
@@ -165,27 +189,32 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
         return bool(outcome.wrong)
 
     found = shrunk(schedule, fails, tries=tries)
-    (folder / runner.SCHEDULE).write_text(found.to_json(), encoding="utf-8")
+    replace_file(folder / runner.SCHEDULE, runner.shown(found).to_json(), private=True)
     if output is Format.JSON:
         tables.write_json({"faults": found.faults, "of": schedule.faults, "runs": runs,
                            "schedule": str(folder / runner.SCHEDULE)})
         return
     say(f"{found.faults} of {schedule.faults} faults are left after {runs} runs")
-    say(f"again    elastic-rl chaos replay {folder / runner.SCHEDULE}")
+    say(f"again    {shlex.join(['elastic-rl', 'chaos', 'replay', str(folder / runner.SCHEDULE)])}")
 
 
 @app.command("abort")
 def abort(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the results of the run.")]) -> None:
     """End a run, and undo what can be undone: processes that it has stopped go on. Also where the run itself was
-    killed."""
+    killed; code 1 where something cannot be undone."""
     from chaos_tests import abort as switch
-    done = switch.abort(folder)
-    if done is None:
+    undone = switch.abort(folder)
+    if undone is None:
         say("the run ends, and undoes what can be undone")
         return
-    say("the process of that run has ended before" if not done else "the process of that run was killed; undone now:")
-    for line in done:
+    say("the process of that run has ended before" if not undone.done else
+        "the process of that run was killed; undone now:")
+    for line in undone.done:
         say(f"  {line}")
+    for line in undone.failed:
+        say(f"not undone: {line}", to_err=True)
+    if undone.failed:
+        raise typer.Exit(Exit.FAILED)
 
 
 @app.command("check")
@@ -193,13 +222,18 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
           output: Output = Format.TABLE) -> None:
     """Judge a run again by its log, which may have been made on another machine; code 1 where a rule is broken."""
     from chaos_tests import report, runner
-    if not (folder / report.EVENTS).exists():
+    from chaos_tests.event_log import Records
+    if not (folder / report.EVENTS).is_file():
         raise ConfigError(f"there is no {report.EVENTS} in {folder}", hint="name a folder that `chaos run` has written")
     try:
         outcome = runner.outcome_of(folder)
-    except ValueError as e:
-        raise ConfigError(str(e)) from e
-    _show(outcome, output)
+        first = next(iter(Records(folder / report.EVENTS)), {})
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OSError) as e:
+        logging.getLogger(__name__).debug("the log in %s cannot be judged", folder, exc_info=True)
+        raise ConfigError(str(e) if isinstance(e, ValueError | OSError) else
+                          f"the log in {folder} has records of another form: {type(e).__name__} {e}",
+                          hint="it is damaged, or of another release") from e
+    _show(outcome, output, [*map(str, first.get("arguments") or ())])
 
 
 # -- without real parts ------------------------------------------------------------------------------------------------
@@ -237,6 +271,25 @@ def _require_scenario(name: str) -> None:
         raise ConfigError(f"there is no scenario {name!r}", hint=f"known: {', '.join(SCENARIOS)}")
 
 
+def _require_effect(ctx: typer.Context, attaches: bool, *more: str) -> None:
+    """Raises ConfigError for an option that says nothing about this run. ``more``: others of them."""
+    given = [name for name in (*(("baseline",) if attaches else _OF_TARGETS), *more)
+             if (source := ctx.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"{names}: a run against a cluster that runs has no baseline" if attaches else
+                          f"{names}: only for a run against a cluster that runs",
+                          hint="leave it out" if attaches else "name its job with --job=NAME, or leave it out")
+
+
+def _require_secrets(schedule: Schedule) -> None:
+    """Raises ConfigError for a schedule out of which a secret was taken before it was kept."""
+    from elastic_rl.config import secrets as kept
+    if missing := [word.partition("=")[0] for word in schedule.settings if kept.is_redacted(word)]:
+        raise ConfigError(f"the schedule does not have the values of {', '.join(missing)}: no secret is kept",
+                          hint="replay it, and give them again")
+
+
 def _settings(ctx: typer.Context) -> list[str]:
     """The settings of a command line for the job of a scenario: its folder is that of the results."""
     return [word for word in overrides(ctx.args) if not word.startswith("--run_dir=")]
@@ -252,13 +305,21 @@ def _radius(only: str, at_once: int, faults: int | None, allow_last: bool) -> Bl
 def _drawn(scenario: str, seed: int, *, minutes: float, steps: int, faults: int | None, target: Target | None,
            radius: BlastRadius | None, settings: Sequence[str]) -> Schedule:
     from chaos_tests import blast_radius
+    from chaos_tests.faults.catalogue import met
     from chaos_tests.scenarios import SCENARIOS
-    of, allowed = SCENARIOS[scenario], None
-    if target is not None and radius is not None:
+    of = SCENARIOS[scenario]
+    if target is None or radius is None:
+        from chaos_tests.target import own_config
+        has = met(own_config(Path(), of.settings, settings, seed=seed))
+        allowed = [name for name in of.faults if not blast_radius.unmet(name, has)]
+    else:
         if steps or not (minutes or of.minutes):
             raise ConfigError("a job that runs is struck by time", hint="give --minutes")
         of = replace(of, together=of.together if radius.at_once > 1 else 0.0)
-        allowed, _ = radius.allowed(of.faults, blast_radius.replicas_of(target.context()))
+        allowed, refused = radius.allowed(of.faults, blast_radius.replicas_of(target.context()), met(target.cfg))
+        if not allowed and of.faults:
+            raise ConfigError("no fault of the scenario may be injected: " + "; ".join(
+                f"{name}: {why}" for name, why in sorted(refused.items())), hint=_WIDER)
         faults = min(radius.faults, of.usual_count(minutes=minutes)) if faults is None else faults
     try:
         return of.schedule(seed, steps=steps, minutes=minutes, faults=faults, only=allowed, settings=settings)
@@ -268,13 +329,21 @@ def _drawn(scenario: str, seed: int, *, minutes: float, steps: int, faults: int 
 
 def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, baseline: bool | None, *, dry_run: bool,
          output: Format) -> None:
-    from chaos_tests import abort, runner
+    from chaos_tests import blast_radius, runner
+    from chaos_tests.faults.catalogue import met
+    from chaos_tests.target import own_config
+    if elsewhere := [word for word in schedule.settings if word.partition("=")[0] in _WHERE]:
+        raise ConfigError(f"{', '.join(elsewhere)}: a cluster of its own says itself where it is", hint="leave it out")
+    has = met(own_config(Path(), runner.scenario_of(schedule).settings, schedule.settings, seed=schedule.seed))
+    if unmet := {name: why for strike in schedule.strikes for name in strike.faults
+                 if (why := blast_radius.unmet(name, has))}:
+        raise ConfigError("the schedule has faults that are not possible here: " + "; ".join(
+            f"{name}: {why}" for name, why in sorted(unmet.items())), hint="run it on another machine")
     if dry_run:
         sys.stdout.write(schedule.to_json())
         return
     folder = folder or _new_folder(schedule, location(ctx, None).run_dir)
-    for killed, done in abort.undo_of_killed_runs(folder.parent).items():
-        _progress(f"undone of the run in {killed}, which was killed: {', '.join(done)}")
+    _undo_of_killed_runs(folder.parent)
     _progress(f"scenario {schedule.scenario}, seed {schedule.seed}: the results go to {folder}")
     _show(_run_to_end(lambda switch: runner.run(schedule, folder, baseline=baseline, say=_progress, switch=switch)),
           output)
@@ -283,7 +352,8 @@ def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, baseline: 
 def _attached(ctx: typer.Context, file: Path | None, schedule_of: Callable[[Target, BlastRadius], Schedule],
               radius: BlastRadius, folder: Path | None, recovery_minutes: float, *, dry_run: bool, yes: bool,
               output: Format) -> None:
-    from chaos_tests import abort, blast_radius, runner
+    from chaos_tests import blast_radius, runner
+    from chaos_tests.faults.catalogue import met
     from chaos_tests.target import running_cluster
     with running_cluster(find_cluster(ctx, file)) as target:
         schedule = schedule_of(target, radius)
@@ -292,27 +362,43 @@ def _attached(ctx: typer.Context, file: Path | None, schedule_of: Callable[[Targ
             raise ConfigError("a job that runs can be struck on a cluster of one host only, and this one has "
                               f"{replicas[blast_radius.Part.HOSTS]}",
                               hint="leave --job out: a cluster is made for the run")
-        _, refused = radius.allowed({name: 1.0 for strike in schedule.strikes for name in strike.faults}, replicas)
+        _, refused = radius.allowed({name: 1.0 for strike in schedule.strikes for name in strike.faults}, replicas,
+                                    met(target.cfg))
         if refused:
             raise ConfigError("the schedule strikes what is out of the blast radius: " + "; ".join(
                 f"{name}: {why}" for name, why in sorted(refused.items())),
-                hint="--only names the parts that may be struck, --allow-last allows the last replica of one")
+                hint=_WIDER)
+        largest = max((len(strike.faults) for strike in schedule.strikes), default=1)
+        if largest > radius.at_once:
+            raise ConfigError(f"the schedule has {largest} faults at once, and {radius.at_once} are allowed",
+                              hint=f"--at-once {largest} allows them")
         if dry_run:
             sys.stdout.write(schedule.to_json())
             return
         folder = folder or _new_folder(schedule, target.cfg.run_dir)
-        for killed, done in abort.undo_of_killed_runs(folder.parent).items():
-            _progress(f"undone of the run in {killed}, which was killed: {', '.join(done)}")
+        _undo_of_killed_runs(folder.parent)
         _say_strikes(schedule, radius, target, replicas)
         _progress(f"the results go to {folder}; `elastic-rl chaos abort {folder}`, or Ctrl-C, ends it")
         if not yes:
             _confirm(target.cfg.job)
         limits = runner.Limits(
-            overlap=max(1, radius.at_once // max((len(s.faults) for s in schedule.strikes), default=1)),
+            overlap=radius.at_once // max(1, largest),
+            arguments=_arguments(ctx, radius, target.cfg, recovery_minutes),
             recovery_s=60.0 * recovery_minutes, aborts_itself=True,
             guard=lambda context: blast_radius.guarded(radius, context))
         _show(_run_to_end(lambda switch: runner.run_attached(schedule, folder, target, limits, say=_progress,
-                                                             switch=switch)), output)
+                                                             switch=switch)), output, limits.arguments)
+
+
+def _arguments(ctx: typer.Context, radius: BlastRadius, cfg: Config, recovery_minutes: float) -> list[str]:
+    """Words that strike the same job within the same radius."""
+    from elastic_rl.config import secrets as kept
+    cluster = [f"--cluster={cfg.cluster}"] if cfg.cluster else []
+    where = [f"--run_dir={cfg.run_dir.resolve()}", *cluster, f"--job={cfg.job}"]
+    others = [word for word in overrides(ctx.args) if word.partition("=")[0] not in _WHERE]
+    return [*where, *map(kept.redacted_setting, others),
+            "--only", ",".join(sorted(radius.parts)), "--at-once", str(radius.at_once),
+            *(["--allow-last"] if radius.allow_last else []), "--recovery-minutes", f"{recovery_minutes:g}"]
 
 
 def _say_strikes(schedule: Schedule, radius: BlastRadius, target: Target, replicas: Any) -> None:
@@ -323,8 +409,8 @@ def _say_strikes(schedule: Schedule, radius: BlastRadius, target: Target, replic
     for strike in schedule.strikes:
         for name in strike.faults:
             entry = FAULTS[name]
-            count = replicas.get(entry.part, 0)
-            _progress(f"  {strike.second:6.0f} s  {name:<22} {entry.what} ({entry.part.value}: {count} now)")
+            counts = ", ".join(f"{part.value}: {replicas.get(part, 0)} now" for part in sorted(entry.parts))
+            _progress(f"  {strike.second:6.0f} s  {name:<22} {entry.what} ({counts})")
 
 
 def _confirm(job: str) -> None:
@@ -353,14 +439,23 @@ def _signals(on_signal: Callable[[str], object]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _undo_of_killed_runs(results: Path) -> None:
+    from chaos_tests import abort
+    for killed, undone in abort.undo_of_killed_runs(results).items():
+        for what, lines in (("undone", undone.done), ("not undone", undone.failed)):
+            for line in lines:
+                _progress(f"{what} of the run in {killed}, which was killed: {line}")
+
+
 def _new_folder(schedule: Schedule, run_dir: Path, what: str = "") -> Path:
     words = [schedule.scenario, str(schedule.seed), *([what] if what else []), time.strftime("%m%d-%H%M%S")]
     return run_dir.resolve() / "chaos" / "-".join(words)
 
 
-def _show(outcome: Outcome, output: Format) -> None:
-    """Prints the outcome of a run, and ends the command with its code."""
-    again = f"elastic-rl chaos replay {outcome.folder / 'schedule.json'}"
+def _show(outcome: Outcome, output: Format, arguments: Sequence[str] = ()) -> None:
+    """Prints the outcome of a run, and ends the command with its code. ``arguments``: of the line that runs it again.
+    """
+    again = shlex.join(["elastic-rl", "chaos", "replay", str(outcome.folder / "schedule.json"), *arguments])
     if output is Format.JSON:
         tables.write_json({**asdict(outcome), "folder": str(outcome.folder), "failed": outcome.failed, "again": again})
     else:

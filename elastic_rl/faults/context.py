@@ -6,16 +6,18 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import psutil
 
 from elastic_rl.config import ROLLOUT_POOL, Config
 from elastic_rl.config.groups import ACTOR
 from elastic_rl.coordinator.client.admin_client import AdminClient
-from elastic_rl.errors import ElasticRLError
+from elastic_rl.errors import ElasticRLError, EtcdUnavailable
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable, readable_one
@@ -23,7 +25,7 @@ from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.heartbeats import merge
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
-from elastic_rl.etcd.records import ENDED_PHASES, Engine, EngineState, JobStatus, Leader, Member, PoolStatus
+from elastic_rl.etcd.records import ENDED_PHASES, Engine, EngineState, JobStatus, Leader, Member, PoolSpec, PoolStatus
 from elastic_rl.faults.undo import Undo, UndoRegistry
 from elastic_rl.host import processes
 from elastic_rl.host.compute_services import compute_services, router_service
@@ -34,6 +36,9 @@ from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
 INJECT_TIMEOUT_S = 600.0
+_AWAY_PAUSE_S = 1.0
+"""Pause between two readings while etcd does not answer."""
+T = TypeVar("T")
 
 
 class InjectionEnded(ElasticRLError):
@@ -41,9 +46,11 @@ class InjectionEnded(ElasticRLError):
 
 
 class Fault(Protocol):
-    """One fault. ``inject`` returns (target, witness) once the fault was seen to happen.
+    """One fault. ``inject`` returns (target, witness) once the fault was seen to happen; "" for a witness: nothing has
+    happened. What it does to the run it does within ``FaultContext.striking``.
 
-    ``detected``: whether the control plane reports it; ``healed``: whether the job works as before.
+    ``detected``: whether somebody reports it, or has acted on it; ``healed``: whether the job works as before. One that
+    the run may survive without a word has an attribute ``may_go_unnoticed``, which is true.
     """
 
     name: str
@@ -64,8 +71,9 @@ class FaultContext:
         self.cfg, self.keys, self.api = cfg, keys, api
         self._undo = undo
         self.ended = threading.Event()
-        """Set once no further fault is to be injected. A fault that waits for its moment then gives up."""
+        """Set, by ``end``, once no further fault is to be injected. One that waits for its moment then gives up."""
         self._etcd = etcd
+        self._gate, self._strikes = threading.RLock(), threading.local()
 
     @property
     def undo(self) -> UndoRegistry:
@@ -73,19 +81,64 @@ class FaultContext:
 
     @property
     def etcd(self) -> EtcdClient:
-        """Raises InjectionEnded: every fault reads etcd before it does anything."""
+        """Raises InjectionEnded: a fault that waits for what etcd says gives up."""
+        self.require_going_on()
+        return self._etcd
+
+    # -- strikes ------------------------------------------------------------------------------------------------------
+    def end(self) -> None:
+        """No further fault strikes: when this returns, each has, or never will."""
+        with self._gate:
+            self.ended.set()
+
+    def require_going_on(self) -> None:
+        """Raises InjectionEnded."""
         if self.ended.is_set():
             raise InjectionEnded("the injection of faults was ended")
-        return self._etcd
+
+    @contextlib.contextmanager
+    def striking(self, what: str = "") -> Iterator[None]:
+        """In the block, which is over in a moment, something is done to the run. ``what``: for people, of what cannot
+        be taken back; "" for what is not yet the fault. Raises InjectionEnded, before the block, once none is to be."""
+        with self._gate:
+            self.require_going_on()
+            if what:
+                self.struck.append((time.time(), what))
+            yield
+
+    @property
+    def struck(self) -> list[tuple[float, str]]:
+        """What the fault that this thread injects has done so far, each with its unix second. A fault that has struck
+        must not be begun again."""
+        if not hasattr(self._strikes, "of_thread"):
+            self._strikes.of_thread = []
+        found: list[tuple[float, str]] = self._strikes.of_thread
+        return found
+
+    def answered(self, read: Callable[[], T]) -> T:
+        """The result of a reading, or of a write that may be repeated, as soon as etcd answers it: for a fault that has
+        struck. Raises InjectionEnded."""
+        while True:
+            try:
+                return read()
+            except EtcdUnavailable:
+                self.ended.wait(_AWAY_PAUSE_S)
+                self.require_going_on()
+
+    def kill(self, pid: int) -> str:
+        """kill -9 of one process; returns the witness that it has ended."""
+        return kill(pid, self.striking(f"pid {pid} was sent SIGKILL"))
 
     def stop(self, process: psutil.Process) -> str:
         """SIGSTOP of a process, which is noted before; returns the witness that it was seen to stop."""
         self.undo.note(Undo.CONTINUE, process.pid)
-        suspend(process)
+        suspend(process, self.striking(f"pid {process.pid} was sent SIGSTOP"))
         return f"pid {process.pid} was sent SIGSTOP and seen to stop"
 
+    # -- the job ------------------------------------------------------------------------------------------------------
     def service(self, name: str) -> int:
-        """Process id of a service of the cluster on this host; 0 when it does not run."""
+        """Process id of a service of the cluster on this host; 0 when it does not run. Raises InjectionEnded."""
+        self.require_going_on()
         return next((r.pid for r in ServiceFiles(ClusterPaths.of(self.cfg).services).running() if r.name == name), 0)
 
     def engines(self, pool: str = ROLLOUT_POOL) -> list[Engine]:
@@ -99,8 +152,19 @@ class FaultContext:
     def pool(self, name: str = ROLLOUT_POOL) -> PoolStatus | None:
         return readable_one(self.etcd.get(self.keys.pool_status(name)), PoolStatus)
 
+    def desired(self, pool: str = ROLLOUT_POOL) -> int:
+        """Engines that the pool is to have now, whatever its settings said when the job began."""
+        spec = readable_one(self.etcd.get(self.keys.pool_spec(pool)), PoolSpec)
+        return spec.desired if spec is not None else self.cfg.pool_settings("")[pool].engines
+
+    def resized(self, pool: str = ROLLOUT_POOL) -> AbstractContextManager[None]:
+        """The block changes the size of a pool, which has at its end the one from before, whatever happens."""
+        return self.undo.noted(Undo.RESIZE, info=str(ClusterPaths.of(self.cfg).info), job=self.cfg.job, pool=pool,
+                               desired=self.desired(pool))
+
     def router_pid(self, pool: str = ROLLOUT_POOL) -> int:
-        """Process id of the router of a pool; 0 when none runs."""
+        """Process id of the router of a pool; 0 when none runs. Raises InjectionEnded."""
+        self.require_going_on()
         record = compute_services(JobPaths.of(self.cfg)).get(router_service(pool))
         return record.pid if record is not None and record.running else 0
 
@@ -144,13 +208,14 @@ def stopped(context: FaultContext, *processes: psutil.Process) -> Iterator[None]
     with contextlib.ExitStack() as undone:
         for process in processes:
             undone.enter_context(context.undo.noted(Undo.CONTINUE, process.pid))
-            suspend(process)
+            suspend(process, context.striking(f"pid {process.pid} was sent SIGSTOP"))
         yield
 
 
-def suspend(process: psutil.Process) -> None:
+def suspend(process: psutil.Process, striking: AbstractContextManager[None]) -> None:
     """SIGSTOP; returns once the process is seen to be stopped. How that is undone must have been noted."""
-    process.suspend()
+    with striking:
+        process.suspend()
     wait_until(lambda: process.status() == psutil.STATUS_STOPPED, timeout_s=INJECT_TIMEOUT_S,
                what=f"the stop of pid {process.pid}", poll_s=0.005)
 
@@ -163,11 +228,12 @@ def command(process: psutil.Process) -> str:
         return ""
 
 
-def kill(pid: int) -> str:
-    """kill -9 of one process; returns the witness that it has ended."""
+def kill(pid: int, striking: AbstractContextManager[None] | None = None) -> str:
+    """kill -9 of one process, within ``striking``; returns the witness that it has ended."""
     process = psutil.Process(pid)
     program, *args = process.cmdline()
     name = " ".join([Path(program).name, *args[:3]])[:80]
-    os.kill(pid, signal.SIGKILL)
+    with striking or contextlib.nullcontext():
+        os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not runs(process), timeout_s=INJECT_TIMEOUT_S, what=f"the end of pid {pid}", poll_s=0.01)
     return f"pid {pid} ({name}) was sent SIGKILL and seen to end"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,13 +13,15 @@ import psutil
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.records import Engine, EngineState
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill, stopped
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, InjectionEnded, stopped
 from elastic_rl.faults.kinds import Killed
 from elastic_rl.runtime.waiting import wait_until
 
 _MEMBER = "etcd-0"
 _PROBES = "chaos/"
 """Below the prefix of a job: keys that no part of the product knows."""
+_WRITERS, _WRITE_EVERY_S = 8, 0.02
+"""Clients whose writes are to be under way when etcd is stopped, and the pause of each between two of them."""
 _LEASE_S = 60
 """Longest time for which a record that a fault has written is there, also when the injector is killed."""
 
@@ -31,6 +35,8 @@ class EtcdPulsed(Killed):
     long. With stops longer than a call may take, writes are carried out whose answers come too late: who wrote has to
     find out whether it did (``WriteDeduplicator``), and nothing is done twice."""
 
+    may_go_unnoticed = True
+
     def __init__(self, context: FaultContext, name: str, *, seconds: float, stopped_s: float, running_s: float,
                  loses_answers: bool) -> None:
         """``loses_answers``: whether the witness is an answer that did not come."""
@@ -39,31 +45,48 @@ class EtcdPulsed(Killed):
         self.loses_answers = loses_answers
 
     def inject(self) -> tuple[str, str]:
-        pid, key, lost, pulses = _etcd(self.context), f"{self.context.keys.root}{_PROBES}answer", 0, 0
-        self.at, end = time.time(), time.monotonic() + self.seconds
+        pid, pulses, over = _etcd(self.context), 0, threading.Event()
         etcd = self.context.etcd
-        with (EtcdClient([etcd.endpoint], call_timeout_s=self.stopped_s / 2, retry_budget_s=self.stopped_s / 2)
-              as hasty, ThreadPoolExecutor(1) as thread):
-            lease = wait_until(lambda: etcd.grant(_LEASE_S), timeout_s=INJECT_TIMEOUT_S, what="a lease")
-            while time.monotonic() < end:
-                with stopped(self.context, psutil.Process(pid)):
-                    write = thread.submit(hasty.put, key, str(pulses).encode(), lease=lease)
-                    self.context.ended.wait(self.stopped_s)
-                pulses += 1
-                self.context.ended.wait(self.running_s)
-                try:
-                    write.result(timeout=INJECT_TIMEOUT_S)
-                except EtcdUnavailable:
-                    found = etcd.get(key)
-                    lost += found is not None and found.value == str(pulses - 1).encode()
-            etcd.revoke(lease)
+        lease = wait_until(lambda: etcd.grant(_LEASE_S), timeout_s=INJECT_TIMEOUT_S, what="a lease")
+        with ThreadPoolExecutor(_WRITERS) as threads:
+            writers = [threads.submit(self._lost, lease, n, over) for n in range(_WRITERS)] * self.loses_answers
+            try:
+                self.at, end = time.time(), time.monotonic() + self.seconds
+                while time.monotonic() < end and not self.context.ended.is_set():
+                    with stopped(self.context, psutil.Process(pid)):
+                        self.context.ended.wait(self.stopped_s)
+                    pulses += 1
+                    self.context.ended.wait(self.running_s)
+            finally:
+                over.set()
+            lost = sum(writer.result() for writer in writers)
+        self.context.answered(lambda: etcd.revoke(lease))
         said = f"pid {pid} was stopped {pulses} times for {self.stopped_s:g} s, each {self.running_s:g} s apart"
-        return _MEMBER, f"{said}; {lost} writes of a witness were made and not answered" * (
-            lost > 0 or not self.loses_answers)
+        if not self.loses_answers:
+            return _MEMBER, said
+        return _MEMBER, f"{said}; {lost} writes of a witness were made and not answered" if lost else ""
+
+    def _lost(self, lease: int, number: int, over: threading.Event) -> int:
+        """Writes until it is over; how many of the writes that were not answered were made. Some are always under way
+        when etcd is stopped."""
+        etcd, key, lost = self.context.etcd, f"{self.context.keys.root}{_PROBES}answer-{number}", 0
+        with EtcdClient([etcd.endpoint], call_timeout_s=self.stopped_s / 2, retry_budget_s=self.stopped_s / 2
+                        ) as hasty:
+            for value in (str(n).encode() for n in itertools.count()):
+                try:
+                    hasty.put(key, value, lease=lease)
+                except EtcdUnavailable:
+                    try:
+                        found = self.context.answered(lambda: etcd.get(key))
+                    except InjectionEnded:
+                        return lost
+                    lost += found is not None and found.value == value
+                if over.wait(_WRITE_EVERY_S):
+                    return lost
+        return lost
 
     def detected(self) -> bool:
-        """Whether or not somebody says so: it is slow, and no part is at fault."""
-        return True
+        return False  # it is slow, and no part is at fault
 
     def is_back(self) -> bool:
         return True
@@ -73,7 +96,7 @@ class CompactedPastWatcher(Killed):
     """etcd is restarted and compacted up to its newest revision while the leading coordinator is stopped: what its
     watches have missed is not there any more, so that it has to read everything again."""
 
-    name = "etcd_compacted_past_watcher"
+    name, may_go_unnoticed = "etcd_compacted_past_watcher", True
 
     def __init__(self, context: FaultContext) -> None:
         super().__init__(context)
@@ -84,7 +107,7 @@ class CompactedPastWatcher(Killed):
         etcd, key = self.context.etcd, f"{self.context.keys.root}{_PROBES}compacted"
         self.at, before = time.time(), etcd.revision()
         with stopped(self.context, psutil.Process(leader.pid)):
-            witness = kill(_etcd(self.context))
+            witness = self.context.kill(_etcd(self.context))
 
             def written() -> int:
                 try:
@@ -93,13 +116,13 @@ class CompactedPastWatcher(Killed):
                     return 0
 
             self._revision = wait_until(written, timeout_s=INJECT_TIMEOUT_S, what="an etcd that is back")
-            etcd.compact(self._revision)
+            self.context.answered(lambda: etcd.compact(self._revision))
         return f"{_MEMBER}, watches of {leader.replica}", (
             f"{witness}; it was compacted up to revision {self._revision} while {leader.replica} was stopped at "
             f"{before} or before")
 
     def detected(self) -> bool:
-        return True  # who has to read again does, and says so in its log only
+        return False  # who has to read again does, and says so in its log only
 
     def is_back(self) -> bool:
         """A leader works: it has processed what was written since."""
@@ -112,7 +135,7 @@ class ForeignRecords(Killed):
     with an unknown field, an operation of an unknown kind, and bytes that are no record at all. Nobody acts on them,
     and everything else goes on. They are leased, and gone after a while."""
 
-    name = "foreign_records"
+    name, may_go_unnoticed = "foreign_records", True
 
     def __init__(self, context: FaultContext, seconds: float) -> None:
         super().__init__(context)
@@ -128,19 +151,21 @@ class ForeignRecords(Killed):
             keys.operation("foreign"): json.dumps({"id": "foreign", "kind": "transmogrify", "state": "?"}).encode(),
             keys.member("rollout", "foreign"): b"\xff no record",
             keys.alert("foreign"): b"[]"}
-        lease = etcd.grant(_LEASE_S)
+        lease, answered = etcd.grant(_LEASE_S), self.context.answered
         try:
+            with self.context.striking("records of no known form were written"):
+                pass
             for key, value in records.items():
-                etcd.put(key, value, lease=lease)
+                answered(lambda key=key, value=value: etcd.put(key, value, lease=lease))  # type: ignore[misc]
             self.context.ended.wait(self.seconds)
-            left = sum(etcd.get(key) is not None for key in records)
+            left = sum(answered(lambda key=key: etcd.get(key)) is not None for key in records)  # type: ignore[misc]
         finally:
             etcd.revoke(lease)
         return "etcd", (f"{len(records)} records of no known form were there for {self.seconds:g} s, {left} of them to "
-                        f"the end; the run made {self.context.step() - step} steps meanwhile")
+                        f"the end; the run made {answered(self.context.step) - step} steps meanwhile")
 
     def detected(self) -> bool:
-        return True  # there is nothing to do about them
+        return False  # there is nothing to do about them
 
     def is_back(self) -> bool:
         """The leader's passes over the job work."""

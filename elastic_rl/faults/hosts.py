@@ -1,8 +1,8 @@
 """Faults of the hosts of a cluster in namespaces of this machine (``host.test_hosts``), and of what runs on them.
 
 A fault lasts until the control plane has reported it, or for a time where there is nothing to report; the first call
-of ``healed`` ends it. Nothing of it is to be remembered for its end: ``restore`` finds what was done to hosts, also by
-an injector that was killed.
+of ``healed`` ends it. ``restore`` finds what was done to hosts, also by another process; processes that are stopped are
+noted (``undo``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from typing import Any
 
 import psutil
 
@@ -23,6 +24,7 @@ from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.records import Leader
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, command, kill
+from elastic_rl.faults.undo import Undo, UndoRegistry
 from elastic_rl.host.test_hosts.cluster_hosts import ClusterHosts
 from elastic_rl.host.test_hosts.impaired_link import Impairment
 from elastic_rl.host.test_hosts.isolated_hosts import IsolatedHosts
@@ -56,11 +58,12 @@ class HostsContext:
     """The hosts of a cluster, what its etcd has of them, and which of them have a fault now."""
 
     def __init__(self, hosts: ClusterHosts, etcd: EtcdClient, keys: ClusterKeys, job: str, control_hosts: int, *,
-                 works: Callable[[int], bool] = lambda generation: True) -> None:
+                 undo: UndoRegistry, works: Callable[[int], bool] = lambda generation: True) -> None:
         """``etcd``: a client beside the hosts, of all members. ``control_hosts``: how many hosts have a member and a
-        coordinator. ``works``: whether the run does something that was assigned in a generation."""
+        coordinator. ``undo``: where what has to be undone is noted before it is done. ``works``: whether the run does
+        something that was assigned in a generation."""
         self.hosts, self.etcd, self.keys, self.job, self.control_hosts = hosts, etcd, keys, job, control_hosts
-        self._works = works
+        self.undo, self._works = undo, works
         self._names = {host.address: host.name for host in hosts.all()}
         self._taken, self._lock = set[str](), threading.Lock()
 
@@ -384,7 +387,7 @@ class EtcdQuorumStopped(HostFault):
 
     def __init__(self, context: HostsContext, seconds: float) -> None:
         super().__init__(context, Victim.ETCD_LEADER)
-        self.name, self.seconds, self._stopped = self.kind, seconds, list[psutil.Process]()
+        self.name, self.seconds, self._stopped = self.kind, seconds, list[dict[str, Any]]()
 
     def _begin(self) -> str:
         spare = [*self.context.candidates(Victim.BYSTANDER), *self.context.names]
@@ -393,8 +396,8 @@ class EtcdQuorumStopped(HostFault):
         self._began = time.monotonic()
         for host in hosts:
             for process in self.context.processes(host, _ETCD):
+                self._stopped.append(self.context.undo.note(Undo.CONTINUE, process.pid))
                 process.suspend()
-                self._stopped.append(process)
                 wait_until(lambda p=process: p.status() == psutil.STATUS_STOPPED,  # type: ignore[misc]
                            timeout_s=INJECT_TIMEOUT_S, what=f"the stop of pid {process.pid}")
         try:
@@ -408,6 +411,6 @@ class EtcdQuorumStopped(HostFault):
         return time.monotonic() >= self._began + self.seconds
 
     def _end(self) -> None:
-        for process in self._stopped:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
+        for entry in self._stopped:
+            self.context.undo.undo(entry)
+        self._stopped.clear()

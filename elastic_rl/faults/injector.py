@@ -87,7 +87,7 @@ class FaultInjector(threading.Thread):
     def end(self) -> None:
         """No further fault is injected, and none waited for."""
         self.stopping.set()
-        self.context.ended.set()
+        self.context.end()
 
     def _play_plan(self) -> None:
         under_way = list[threading.Thread]()
@@ -132,29 +132,63 @@ class FaultInjector(threading.Thread):
             self._rooms.release()
 
     def _play(self, fault: Fault) -> None:
-        times: dict[str, float | None] = {"injected_at": time.time(), "detected_at": None, "healed_at": None}
+        began = time.time()
+        times: dict[str, float | None] = {"injected_at": began, "detected_at": None, "healed_at": None}
         step, target, witness, problem = 0, "", "", ""
+        unnoticed = bool(getattr(fault, "may_go_unnoticed", False))
         with self._lock:
-            self.under_way = {**self.under_way, fault: time.time()}
+            self.under_way = {**self.under_way, fault: began}
+
+        def detected() -> bool:
+            if times["detected_at"] is None and fault.detected():
+                times["detected_at"] = time.time()
+            return times["detected_at"] is not None
+
+        def healed() -> bool:
+            return (detected() or unnoticed) and fault.healed()
+
         try:
             step = self._answered(self.context.step)
-            target, witness = self._answered(fault.inject)  # it reads etcd before it does anything
-            self._await(fault.detected, _DETECT_TIMEOUT_S, f"detection of {fault.name}", poll_s=0.02)
-            times["detected_at"] = time.time()
-            self._await(fault.healed, self._heal_timeout_s, f"recovery from {fault.name}", poll_s=0.05)
+            try:
+                target, witness = self._inject(fault)
+            finally:
+                if self.context.struck:
+                    times["injected_at"] = self.context.struck[0][0]
+            if not witness:
+                raise _DidNotHappen(f"{fault.name} was not seen to happen")
+            if not unnoticed:
+                self._await(detected, _DETECT_TIMEOUT_S, f"detection of {fault.name}", poll_s=0.02)
+            self._await(healed, self._heal_timeout_s, f"recovery from {fault.name}", poll_s=0.05)
             times["healed_at"] = time.time()
         except _Stopped:
             problem = "the run ended while etcd did not answer"
+        except _DidNotHappen as e:
+            problem = str(e)
         except Exception as e:  # whatever it is, the record says that this fault did not happen, or was not seen to end
             problem = str(e) if isinstance(e, ElasticRLError) else f"{type(e).__name__}: {e}"
             log.exception("fault %s", fault.name)
+            # What was done is in the record, whatever came afterwards.
+            witness = witness or "; ".join(what for _, what in self.context.struck)
         record = {"name": fault.name, "step": step, "target": target, "state": str(getattr(fault, "state", "")),
                   "witness": witness, "problem": problem, "said": getattr(fault, "said", ""),
+                  "waited_s": max(0.0, float(times["injected_at"] or began) - began), "may_go_unnoticed": unnoticed,
                   "meanwhile": self._meanwhile(times), **times}
         with self._lock:
             self.over.append(record)
             self.under_way = {other: at for other, at in self.under_way.items() if other is not fault}
         self.records.write("fault", **record)
+
+    def _inject(self, fault: Fault) -> tuple[str, str]:
+        """A fault that finds that etcd is away is begun again, unless it has struck."""
+        while True:
+            try:
+                return fault.inject()
+            except EtcdUnavailable as e:
+                if self.context.struck:
+                    raise
+                log.warning("waiting for etcd: %s", e)
+                if self.stopping.wait(_AWAY_PAUSE_S):
+                    raise _Stopped from None
 
     def _meanwhile(self, times: dict[str, Any]) -> str:
         end = times["healed_at"] or time.time()
@@ -193,6 +227,10 @@ class FaultInjector(threading.Thread):
                 log.warning("waiting for etcd: %s", e)
                 if self.stopping.wait(_AWAY_PAUSE_S):
                     raise _Stopped from None
+
+
+class _DidNotHappen(Exception):
+    """What a fault did had no effect."""
 
 
 class _Stopped(Exception):

@@ -14,8 +14,10 @@ from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.config.groups import ACTOR, TrainerGroupSpec
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.device_phase import SeenPhase, Side
+from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.records import Engine, EngineState, Member, OperationState, PoolStatus
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, kill
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, suspend
+from elastic_rl.faults.undo import Undo
 from elastic_rl.host.compute_services import RAY_HEAD, RAY_WORKER, compute_services
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.process import runs
@@ -27,6 +29,7 @@ class Killed(ABC):
     that was killed, and the run has since then trained steps that it could not have trained without it."""
 
     name = ""
+    may_go_unnoticed = False
 
     def __init__(self, context: FaultContext) -> None:
         self.context, self.at = context, 0.0
@@ -57,11 +60,13 @@ class EngineKilled(Killed):
         one."""
         super().__init__(context)
         self.pool, self.state, self.victim = pool, state, ""
-        self.desired = context.cfg.pool_settings("")[pool].engines
+        self.desired = 0
         self.name = "_".join((*([pool] if pool != ROLLOUT_POOL else []),
                               *([state.value] if state is not EngineState.READY else []), "engine_killed"))
 
     def inject(self) -> tuple[str, str]:
+        self.desired = self.context.desired(self.pool)
+
         def whole() -> list[Engine]:
             found = [e for e in self.context.engines(self.pool) if e.state is self.state and not e.external and e.pid]
             return found if len(found) >= self.desired else []
@@ -69,7 +74,7 @@ class EngineKilled(Killed):
         found = wait_until(whole, timeout_s=INJECT_TIMEOUT_S, what=f"a pool of {self.state} engines", poll_s=0.01)
         engine = min(found, key=lambda e: e.started_at)  # the end of one that has just begun counts as a failed start
         self.victim, self.at = engine.id, time.time()
-        return engine.id, kill(engine.pid)
+        return engine.id, self.context.kill(engine.pid)
 
     def detected(self) -> bool:
         """It is not counted as an engine that can serve any more, now or in its next phase."""
@@ -94,7 +99,7 @@ class RoleKilled(Killed):
             return found if len(found) == 1 else []
 
         [self.victim] = wait_until(only_one, timeout_s=INJECT_TIMEOUT_S, what=f"one member of the role {self.role}")
-        return self.victim.id, kill(self.victim.pid)
+        return self.victim.id, self.context.kill(self.victim.pid)
 
     def detected(self) -> bool:
         return self.context.has_event(event_kinds.of_members(self.role).dead, self.at, self.victim.id)
@@ -116,7 +121,7 @@ class PoolRouterKilled(Killed):
         self.victim = wait_until(lambda: self.context.router_pid(self.pool), timeout_s=INJECT_TIMEOUT_S,
                                  what=f"the router of the pool {self.pool}")
         self.at = time.time()
-        return f"router of {self.pool}", kill(self.victim)
+        return f"router of {self.pool}", self.context.kill(self.victim)
 
     def detected(self) -> bool:
         return self.context.has_event(event_kinds.ROUTER_RESTARTED, self.at, f"routers/{self.pool}")
@@ -139,7 +144,7 @@ class RayNodeKilled(Killed):
     def inject(self) -> tuple[str, str]:
         self.victim = wait_until(self._pid, timeout_s=INJECT_TIMEOUT_S, what=self.node)
         self.at = time.time()
-        return self.node, kill(self.victim)
+        return self.node, self.context.kill(self.victim)
 
     def _pid(self) -> int:
         """0: there is none now."""
@@ -170,7 +175,7 @@ class QueueActorKilled(Killed):
         self.at = time.time()
         self.before = wait_until(self._pids, timeout_s=INJECT_TIMEOUT_S, what="the actors of TransferQueue")
         victim = min(self.before)
-        return f"queue actor {self.actor}", kill(victim)
+        return f"queue actor {self.actor}", self.context.kill(victim)
 
     def _pids(self) -> set[int]:
         """Pids of the actors of this class, whose name Ray gives to their processes."""
@@ -207,16 +212,17 @@ class TrainerRankKilled(Killed):
                        what=f"the phase of {self.phase}", poll_s=0.01)
             seen = f"; it was stopped in the phase of {self.phase}, and did nothing until then"
         self.at = time.time()
-        return f"{self.group} {rank.id}", kill(rank.pid) + seen
+        return f"{self.group} {rank.id}", self.context.kill(rank.pid) + seen
 
     def _stopped_in_phase(self, rank: psutil.Process) -> bool:
         """Whether the rank does nothing any more since a moment of the phase; else it goes on."""
         if self._seen_phase() is not self.phase:
             return False
-        self.context.stop(rank)
+        entry = self.context.undo.note(Undo.CONTINUE, rank.pid)
+        suspend(rank, self.context.striking())
         if self._seen_phase() is self.phase:
             return True
-        rank.resume()  # it had passed meanwhile
+        self.context.undo.undo(entry)  # it had passed meanwhile
         return False
 
     def _seen_phase(self) -> Side | None:
@@ -265,6 +271,8 @@ class Restarted:
 
     def inject(self) -> tuple[str, str]:
         self.step = self.context.step()
+        with self.context.striking(f"a restart of {self.target} was asked for"):
+            pass
         self.operation = self.context.api.restart(self.target, reason="injected fault")
         return self.target, f"operation {self.operation['id']} was accepted"
 
@@ -282,22 +290,27 @@ class CoordinatorKilled:
     name = "coordinator_killed"
 
     def __init__(self, context: FaultContext) -> None:
-        self.context, self.victim = context, ""
+        self.context, self.victim, self.replicas = context, "", 0
 
     def inject(self) -> tuple[str, str]:
+        self.replicas = self._replicas()
         leader = wait_until(self.context.leader, timeout_s=INJECT_TIMEOUT_S, what="a leading coordinator")
         self.victim, self.at = leader.replica, time.time()
-        return f"coordinator {leader.replica}", kill(leader.pid)
+        return f"coordinator {leader.replica}", self.context.kill(leader.pid)
 
     def detected(self) -> bool:
         leader = self.context.leader()
         return leader is None or leader.replica != self.victim
 
     def healed(self) -> bool:
-        """Another replica leads and has written its event, which only a working leader does."""
+        """Another replica leads and has written its event, which only a working leader does, and there are as many as
+        before."""
         leader = self.context.leader()
-        return (leader is not None and leader.replica != self.victim
+        return (leader is not None and leader.replica != self.victim and self._replicas() >= self.replicas
                 and self.context.has_event(event_kinds.LEADER_ELECTED, self.at))
+
+    def _replicas(self) -> int:
+        return self.context.etcd.count(ClusterKeys(self.context.cfg.cluster_name).leader_prefix())
 
 
 class PoolScaled:
@@ -307,7 +320,9 @@ class PoolScaled:
         self.context, self.name, self.change = context, name, change
 
     def inject(self) -> tuple[str, str]:
-        self.desired = self.context.cfg.rollout.engines + max(self.change, 0)
+        self.desired = max(1, self.context.desired() + self.change)
+        with self.context.striking(f"{self.desired} engines were asked for"):
+            pass
         self.context.api.patch(f"pools/{ROLLOUT_POOL}", {"desired": self.desired})
         return f"pool {ROLLOUT_POOL}", f"PATCH desired={self.desired} was accepted"
 

@@ -11,7 +11,7 @@ from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import EngineState
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill, stopped
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, stopped
 from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.service_files import node_service
 from elastic_rl.runtime.waiting import wait_until
@@ -25,6 +25,8 @@ class _Outage:
     """What the outages have in common. ``said``: what the run's status said that it waits for."""
 
     name = ""
+    may_go_unnoticed = True
+    """It may go on so soon that there is nothing to say."""
     part = ""
     """What the run is to say that it waits for; "": whatever it says."""
 
@@ -35,13 +37,12 @@ class _Outage:
         self.step = self.context.step()
 
     def detected(self) -> bool:
-        """The run says that it waits; or it went on so soon that there was nothing to say."""
+        """The run says that it waits."""
         status = self.context.status()
         said = f"{status.waiting_kind}: {status.waiting_for}" if status is not None and status.waiting_for else ""
         if said and self.part in said:  # it may wait for something else in the moment in which this fault begins
             self.said = said
-            return True
-        return self.healed()
+        return bool(self.said)
 
     def healed(self) -> bool:
         return self.context.step() >= self.step + _STEPS_AFTER
@@ -75,7 +76,7 @@ class ServiceKilled(_Outage):
 
     def inject(self) -> tuple[str, str]:
         self._begins()
-        return self.service, kill(self._service(self.service))
+        return self.service, self.context.kill(self._service(self.service))
 
 
 class DcsNodeKilled(ServiceKilled):
@@ -89,11 +90,11 @@ class AllEnginesKilled(_Outage):
     name, part = "all_engines_killed", "engines"
 
     def inject(self) -> tuple[str, str]:
-        wait_until(lambda: len(self.context.ready()) >= self.context.cfg.rollout.engines, timeout_s=INJECT_TIMEOUT_S,
+        wait_until(lambda: len(self.context.ready()) >= self.context.desired(), timeout_s=INJECT_TIMEOUT_S,
                    what="a pool of ready engines")
         self._begins()
         victims = [e for e in self.context.engines() if e.state is EngineState.READY and not e.external]
-        return "every engine", "; ".join([kill(e.pid) for e in victims])
+        return "every engine", "; ".join([self.context.kill(e.pid) for e in victims])
 
 
 class RouterKilled(_Outage):
@@ -102,7 +103,7 @@ class RouterKilled(_Outage):
     def inject(self) -> tuple[str, str]:
         router = wait_until(self.context.router_pid, timeout_s=INJECT_TIMEOUT_S, what="the router")
         self._begins()
-        return "router", kill(router)
+        return "router", self.context.kill(router)
 
 
 class ActorKilled(_Outage):
@@ -118,7 +119,7 @@ class ActorKilled(_Outage):
             wait_until(lambda: (status := trainer.status()) is not None and bool(status.executing),
                        timeout_s=INJECT_TIMEOUT_S, what="a step that is being trained", poll_s=0.002)
         self._begins()
-        return "actor", kill(members(self.context.etcd, self.context.keys, "actor")[0].pid)
+        return "actor", self.context.kill(members(self.context.etcd, self.context.keys, "actor")[0].pid)
 
 
 class SecondActor(_Outage):
@@ -134,6 +135,8 @@ class SecondActor(_Outage):
         self._begins()
         etcd, keys, cfg = self.context.etcd, self.context.keys, self.context.cfg
         epoch = fencing.current_epoch(etcd, keys)
+        with self.context.striking("another actor has begun a term"):
+            pass
         self.term = fencing.begin_term(etcd, keys, epoch, "second actor")
         client = TrainerClient(etcd, keys, dcs_security(cfg), epoch=epoch,
                                term=self.term)

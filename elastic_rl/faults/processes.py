@@ -15,10 +15,11 @@ from typing import Any
 import psutil
 
 from elastic_rl.config.groups import ACTOR
+from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults import ptrace
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, kill, stopped, suspend
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, stopped, suspend
 from elastic_rl.faults.kinds import Killed
 from elastic_rl.faults.states import State, provoked
 from elastic_rl.faults.undo import Undo
@@ -100,14 +101,16 @@ def _trainer_agents(context: FaultContext) -> list[int]:
     return [*found]
 
 
-def _leader(context: FaultContext) -> list[int]:
+def _coordinators(context: FaultContext) -> list[int]:
+    """The one that leads first; none while none does."""
     leader = context.leader()
-    return [leader.pid] if leader is not None and _alive(leader.pid) else []
+    return [leader.pid, *_followers(context)] if leader is not None and _alive(leader.pid) else []
 
 
 def _followers(context: FaultContext) -> list[int]:
-    leading, services = _leader(context), ServiceFiles(ClusterPaths.of(context.cfg).services)
-    return [r.pid for r in services.running() if r.name.startswith("coordinator-") and r.pid not in leading]
+    leader, services = context.leader(), ServiceFiles(ClusterPaths.of(context.cfg).services)
+    leading = leader.pid if leader is not None else 0
+    return [r.pid for r in services.running() if r.name.startswith("coordinator-") and r.pid != leading]
 
 
 def _service(name: Callable[[FaultContext], str]) -> Callable[[FaultContext], list[int]]:
@@ -150,7 +153,7 @@ PARTS: Mapping[str, Part] = {part.name: part for part in (
     Part("advantages", _members("advantages"), "advantages"),
     Part("driver", _members("driver"), "driver"),
     Part("run", _run, "run"),
-    Part("coordinator", _leader, "leader", rejoins=True),
+    Part("coordinator", _coordinators, "leader", rejoins=True),
     Part("coordinator_follower", _followers, "coordinator", rejoins=True),
     Part("dcs", _service(lambda context: node_service(context.cfg.job)), "dcs"),
     Part("router", _router, "router"),
@@ -177,7 +180,7 @@ class Struck(Killed):
             raise ValueError(f"{part} cannot be {way} for {seconds:g} s in the state {state.name if state else 'any'}")
         self.part, self.way, self.struck_in, self.seconds = PARTS[part], way, state, seconds
         self.name = "_".join(filter(None, (part, way.value, state.name if state else "")))
-        self.observed = ""
+        self.observed, self.may_go_unnoticed = "", not way.ends  # one that goes on may have been missed by nobody
         self._victim: psutil.Process | None = None
         self._before = 0
 
@@ -196,20 +199,31 @@ class Struck(Killed):
     def _strike(self, victim: psutil.Process) -> str:
         pid = victim.pid
         if self.way is Way.KILLED:
-            return kill(pid)
+            return self.context.kill(pid)
         if self.way is Way.PAUSED:
             with stopped(self.context, victim):
                 self.context.ended.wait(self.seconds)
             return f"pid {pid} was stopped for {self.seconds:g} s"
         if self.way is Way.GIL_HELD:
-            return ptrace.hold_gil(pid, self.seconds, find_s=_FIND_GIL_S)
+            return ptrace.hold_gil(pid, self.seconds, find_s=_FIND_GIL_S, wait=self._hold, pause=self._pause)
         if self.way is Way.EXITED:
-            ptrace.exit_process(pid)
+            with self.context.striking(f"pid {pid} was made to exit"):
+                ptrace.exit_process(pid)
             wait_until(lambda: not runs(victim), timeout_s=INJECT_TIMEOUT_S, what=f"the end of pid {pid}", poll_s=0.01)
             return f"pid {pid} exited with code 0 in the middle of its work"
-        os.kill(pid, signal.SIGTERM)
+        with self.context.striking(f"pid {pid} was sent SIGTERM"):
+            os.kill(pid, signal.SIGTERM)
         wait_until(lambda: not runs(victim), timeout_s=_END_S, what=f"the end of pid {pid}", poll_s=0.02)
         return f"pid {pid} was sent SIGTERM and seen to end"
+
+    def _hold(self, seconds: float) -> None:
+        with self.context.striking("the thread that had the GIL was stopped"):
+            pass
+        self.context.ended.wait(seconds)
+
+    def _pause(self, seconds: float) -> None:
+        self.context.ended.wait(seconds)
+        self.context.require_going_on()
 
     def _inject_in_state(self, state: State) -> tuple[str, str]:
         noted = dict[int, dict[str, Any]]()
@@ -218,8 +232,10 @@ class Struck(Killed):
             pid, provoked_by = provoked(state, self.context, lambda: self._stopped_in(state, noted))
             target = self._target(pid, working)
             if self.way is Way.KILLED:
-                witness = kill(pid)
+                witness = self.context.kill(pid)
             else:
+                with self.context.striking(f"pid {pid} was sent SIGSTOP"):
+                    pass
                 self.context.ended.wait(self.seconds)
                 witness = f"pid {pid} was stopped for {self.seconds:g} s"
         finally:
@@ -228,7 +244,17 @@ class Struck(Killed):
         return target, "; ".join(filter(None, (provoked_by, witness, f"it was {self.observed} when it was stopped")))
 
     def _stopped_in(self, state: State, noted: dict[int, dict[str, Any]]) -> int:
-        """Pid of a process that does nothing any more since a moment in which it was in the state; 0: not yet."""
+        """Pid of a process that does nothing any more since a moment in which it was in the state; 0: not yet, or not
+        known, since etcd does not answer."""
+        try:
+            return self._stopped_if_seen(state, noted)
+        except EtcdUnavailable:
+            for entry in noted.values():
+                self.context.undo.undo(entry)
+            noted.clear()
+            return 0
+
+    def _stopped_if_seen(self, state: State, noted: dict[int, dict[str, Any]]) -> int:
         found = (state.pids or self.part.pids)(self.context)
         pid = next((pid for pid in found if _alive(pid) and state.seen(self.context, pid)), 0)
         if not pid:
@@ -238,7 +264,7 @@ class Struck(Killed):
             for process in held:
                 if process.pid not in noted:
                     noted[process.pid] = self.context.undo.note(Undo.CONTINUE, process.pid)
-                suspend(process)
+                suspend(process, self.context.striking())
             self.observed = state.seen(self.context, pid)
             if self.observed:
                 return pid
@@ -247,12 +273,12 @@ class Struck(Killed):
         return 0
 
     def detected(self) -> bool:
-        """There is an event of the part's fault, another process in its place, or nothing that anybody could notice:
-        the run goes on as before."""
+        """There is an event of the part's fault, or another process in its place."""
         signs = (e for e in events.recent(self.context.etcd, self.context.keys, limit=200) if e.at >= self.at)
         return any(e.kind.partition(".")[0] == self.part.component and (kind := event_kinds.find(e.kind)) is not None
                    and bool(kind.begins or kind.counted or kind.alert) for e in signs) or (
-                       self.way.ends and self.is_back()) or self.healed()
+                       self.way.ends and self.is_back())
+
 
     def is_back(self) -> bool:
         """As many processes as before work. One that was stopped is among them, or has ended."""
@@ -267,7 +293,7 @@ class BusyCores(Killed):
     """Other processes take the cores of this machine for a while, at normal priority. Everything is slow, and nothing
     of that is a fault (I14): no part is restarted for it, and the run goes on."""
 
-    name = "busy_cores"
+    name, may_go_unnoticed = "busy_cores", True
 
     def __init__(self, context: FaultContext, seconds: float, processes: int = 0) -> None:
         """``processes``: how many there are; 0: two for each core."""
@@ -276,6 +302,8 @@ class BusyCores(Killed):
 
     def inject(self) -> tuple[str, str]:
         self.at = time.time()
+        with self.context.striking("processes that use the cores were started"):
+            pass
         with contextlib.ExitStack() as started:
             spinning = []
             for _ in range(self.number):  # the kernel ends them with this process
@@ -288,7 +316,7 @@ class BusyCores(Killed):
         return "this machine", f"{self.number} processes used {used_s:.1f} s of the cores in {self.seconds:g} s"
 
     def detected(self) -> bool:
-        return True  # there is nothing to detect
+        return False  # there is nothing to detect
 
     def is_back(self) -> bool:
         return True

@@ -24,6 +24,7 @@ from elastic_rl.errors import ConfigError, DeadlineExceeded
 _POKETEXT, _CONT, _GETREGS, _SETREGS, _ATTACH, _DETACH = 4, 7, 12, 13, 16, 17
 _WALL = 0x40000000
 _EXIT_GROUP = 231
+_YAMA, _FORBIDDEN, _CAP_SYS_PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope"), 3, 19
 _SYSCALL = 0x050F
 """The instruction ``syscall``, as the processor reads it."""
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -44,6 +45,19 @@ def supported() -> bool:
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
+def allowed() -> bool:
+    """Whether this process may do it to others of its user: as root, or where Yama does not forbid it."""
+    if not supported():
+        return False
+    try:
+        scope = int(_YAMA.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        scope = 0  # a kernel without Yama
+    status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
+    may_any = int(status.partition("\nCapEff:")[2].split(maxsplit=1)[0], 16) >> _CAP_SYS_PTRACE & 1
+    return scope < _FORBIDDEN and (scope == 0 or bool(may_any))
+
+
 def exit_process(pid: int, code: int = 0) -> None:
     """Has a process call ``exit_group`` in the middle of whatever it does: it ends at once with this code, as by
     ``os._exit`` in a library. Raises ConfigError where that is not possible, and ProcessLookupError."""
@@ -60,9 +74,11 @@ def exit_process(pid: int, code: int = 0) -> None:
         _ptrace(_DETACH, pid)
 
 
-def hold_gil(pid: int, seconds: float, *, find_s: float, wait: Callable[[float], object] = time.sleep) -> str:
+def hold_gil(pid: int, seconds: float, *, find_s: float, wait: Callable[[float], object] = time.sleep,
+             pause: Callable[[float], object] = time.sleep) -> str:
     """Stops the thread of a Python process that has the GIL for a while: all other threads run until they need it.
-    Returns what was seen. ``find_s``: longest time to find the process with its GIL taken. Raises as ``exit_process``,
+    Returns what was seen. ``find_s``: longest time to find the process with its GIL taken. ``wait``: is called with
+    ``seconds`` once the thread is stopped, ``pause`` between two looks for it. Raises as ``exit_process`` and as these,
     and DeadlineExceeded where nobody took it, as in a process that does nothing."""
     _require_supported()
     end = time.monotonic() + find_s
@@ -83,7 +99,7 @@ def hold_gil(pid: int, seconds: float, *, find_s: float, wait: Callable[[float],
         finally:
             for thread in held:
                 _release(thread)
-        wait(0.02)
+        pause(0.02)
     raise DeadlineExceeded(f"no thread of pid {pid} was seen to have its GIL within {find_s:g} s")
 
 

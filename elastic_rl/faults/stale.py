@@ -10,7 +10,7 @@ import psutil
 from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.coordinator.client.admin_client import RequestRefused
 from elastic_rl.coordinator.election.protocol import leading
-from elastic_rl.errors import ElasticRLError, Fenced
+from elastic_rl.errors import ElasticRLError, EtcdUnavailable, Fenced
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import ClusterKeys
@@ -36,18 +36,18 @@ class StaleLeader(Killed):
         self._stale = self._pid = 0
 
     def inject(self) -> tuple[str, str]:
-        etcd, keys = self.context.etcd, self.context.keys
+        etcd, keys, answered = self.context.etcd, self.context.keys, self.context.answered
         leader = wait_until(self.context.leader, timeout_s=INJECT_TIMEOUT_S, what="a leading coordinator")
         prefix = ClusterKeys(self.context.cfg.cluster_name).leader_prefix()
         candidate = wait_until(lambda: leading(etcd.range(prefix)[0]), timeout_s=INJECT_TIMEOUT_S, what="a candidate")
         self.at, self._pid = time.time(), leader.pid
         with stopped(self.context, psutil.Process(leader.pid)):
-            wait_until(lambda: (now := self.context.leader()) is not None and now.pid != leader.pid,
+            wait_until(lambda: (now := answered(self.context.leader)) is not None and now.pid != leader.pid,
                        timeout_s=INJECT_TIMEOUT_S, what="another leader", poll_s=0.05)
         token = [Compare.create(candidate.key, "==", candidate.create_revision)]
         writer = FencedWriter(etcd, keys, lambda: token, f"term {candidate.create_revision} of {leader.replica}")
         try:
-            writer.write(Op.put(f"{keys.root}chaos/stale", b"{}"))
+            answered(lambda: writer.write(Op.put(f"{keys.root}chaos/stale", b"{}")))
         except Fenced as e:
             refused = f"a write under its token was refused: {e.message}"
         else:
@@ -67,7 +67,7 @@ class ZombieDriver(Killed):
     """The driver is stopped until the next one has taken the job over, where that happens, and goes on then: it is
     fenced off and ends, and a write under its generation is refused."""
 
-    name = "zombie_driver"
+    name, may_go_unnoticed = "zombie_driver", True
 
     def __init__(self, context: FaultContext, seconds: float) -> None:
         """``seconds``: for which it is stopped at most, where nobody takes over."""
@@ -75,18 +75,18 @@ class ZombieDriver(Killed):
         self.seconds = seconds
 
     def inject(self) -> tuple[str, str]:
-        etcd, keys = self.context.etcd, self.context.keys
+        etcd, keys, answered = self.context.etcd, self.context.keys, self.context.answered
         driver = wait_until(lambda: next(iter(self.context.members("driver")), None), timeout_s=INJECT_TIMEOUT_S,
                             what="the driver")
         generation, epoch = fencing.current_driver(etcd, keys), fencing.current_epoch(etcd, keys)
         self._victim, self.at = psutil.Process(driver.pid), time.time()
         with stopped(self.context, self._victim):
             end = time.monotonic() + self.seconds
-            while time.monotonic() < end and fencing.current_driver(etcd, keys) == generation:
+            while time.monotonic() < end and answered(lambda: fencing.current_driver(etcd, keys)) == generation:
                 self.context.ended.wait(0.1)
-        taken_over = fencing.current_driver(etcd, keys) > generation
+        taken_over = answered(lambda: fencing.current_driver(etcd, keys)) > generation
         try:
-            FencedWriter.of_driver(etcd, keys, epoch, generation).require()
+            answered(FencedWriter.of_driver(etcd, keys, epoch, generation).require)
             refused = ""
         except Fenced as e:
             refused = f"a write under its generation was refused: {e.message}"
@@ -99,7 +99,7 @@ class ZombieDriver(Killed):
             f"pid {driver.pid} was stopped for {time.time() - self.at:.1f} s; {refused}")
 
     def detected(self) -> bool:
-        return self.context.has_event(event_kinds.DRIVER_RESTARTED, self.at) or self.healed()
+        return self.context.has_event(event_kinds.DRIVER_RESTARTED, self.at)
 
     def is_back(self) -> bool:
         """One driver works, and no other one runs."""
@@ -111,18 +111,19 @@ class RacingRequests(Killed):
     """Several clients of the admin API change the size of one pool at the same time, again and again. Each request is
     carried out as a whole, or refused; the pool gets the size of the last one."""
 
-    name = "racing_requests"
+    name, may_go_unnoticed = "racing_requests", True
 
     def __init__(self, context: FaultContext, clients: int = 4, rounds: int = 5) -> None:
         super().__init__(context)
-        self.clients, self.rounds = clients, rounds
-        self.desired = context.cfg.rollout.engines
+        self.clients, self.rounds, self.desired = clients, rounds, 0
 
     def inject(self) -> tuple[str, str]:
-        self.at, path = time.time(), f"pools/{ROLLOUT_POOL}"
+        self.desired, path = self.context.desired(), f"pools/{ROLLOUT_POOL}"
+        self.at = time.time()
 
         def change(number: int) -> str:
             try:
+                self.context.require_going_on()
                 self.context.api.patch(path, {"desired": self.desired + number % 2})
             except RequestRefused as e:
                 return f"refused ({e.status})"
@@ -130,21 +131,25 @@ class RacingRequests(Killed):
                 return type(e).__name__
             return "accepted"
 
-        with ThreadPoolExecutor(self.clients) as threads:
-            answers = [*threads.map(change, range(self.clients * self.rounds))]
-        last = wait_until(self._last_size, timeout_s=INJECT_TIMEOUT_S, what="the last change to be accepted")
+        with self.context.resized(ROLLOUT_POOL):
+            with self.context.striking("clients have changed the size of the pool"):
+                pass
+            with ThreadPoolExecutor(self.clients) as threads:
+                answers = [*threads.map(change, range(self.clients * self.rounds))]
+            last = wait_until(self._last_size, timeout_s=INJECT_TIMEOUT_S, what="the last change to be accepted")
         counts = ", ".join(f"{answers.count(answer)} {answer}" for answer in sorted({*answers}))
         return f"pool {ROLLOUT_POOL}", f"{len(answers)} requests of {self.clients} clients: {counts}; then {last}"
 
     def _last_size(self) -> str:
         try:
             self.context.api.patch(f"pools/{ROLLOUT_POOL}", {"desired": self.desired})
-        except RequestRefused:
+        except (RequestRefused, EtcdUnavailable):
+            self.context.require_going_on()
             return ""
         return f"desired={self.desired} was accepted"
 
     def detected(self) -> bool:
-        return True  # it is no fault
+        return False  # it is no fault
 
     def is_back(self) -> bool:
         pool = self.context.pool()

@@ -23,7 +23,7 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.records import Engine, EngineState, Leader, VersionState
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, kill
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command
 from elastic_rl.host.here import heartbeats_here
 from elastic_rl.host.job_secrets import dcs_security, engine_access
 from elastic_rl.net import http_client
@@ -90,8 +90,9 @@ def _drain(context: FaultContext) -> str:
     def asked() -> str:
         ready = sorted((e for e in context.engines() if e.state is EngineState.READY and not e.external),
                        key=lambda e: e.started_at)
-        if len(ready) < context.cfg.rollout.engines:
+        if len(ready) < context.desired():
             return ""
+        context.require_going_on()
         try:
             context.api.drain_engine(ready[0].id)
         except RequestRefused:  # such as an earlier drain that is not over
@@ -141,9 +142,9 @@ def _driver_takes_over(context: FaultContext, pid: int) -> str:
 
 
 def _driver_killed(context: FaultContext) -> str:
-    driver = wait_until(lambda: next(iter(context.members("driver")), None), timeout_s=INJECT_TIMEOUT_S,
-                        what="the driver")
-    return f"the driver before it: {kill(driver.pid)}"
+    driver = wait_until(lambda: context.answered(lambda: next(iter(context.members("driver")), None)),
+                        timeout_s=INJECT_TIMEOUT_S, what="the driver")
+    return f"the driver before it: {context.kill(driver.pid)}"
 
 
 def _new_drivers(context: FaultContext) -> list[int]:
@@ -168,8 +169,9 @@ def _leader_takes_over(context: FaultContext, pid: int) -> str:
 
 
 def _leader_killed(context: FaultContext) -> str:
-    leader = wait_until(context.leader, timeout_s=INJECT_TIMEOUT_S, what="a leading coordinator")
-    return f"the leader before it: {kill(leader.pid)}"
+    leader = wait_until(lambda: context.answered(context.leader), timeout_s=INJECT_TIMEOUT_S,
+                        what="a leading coordinator")
+    return f"the leader before it: {context.kill(leader.pid)}"
 
 
 DRIVER_TAKING_OVER = State("taking_over", _driver_takes_over, pids=_new_drivers, provoke=_driver_killed)
@@ -183,8 +185,10 @@ def provoked(state: State, context: FaultContext, attempt: Callable[[], int], *,
     for it. Raises DeadlineExceeded after ``tries`` of them that passed."""
     if state.provoke is None:
         return wait_until(attempt, timeout_s=INJECT_TIMEOUT_S, what=f"a process {state.name}", poll_s=0.002), ""
+    done = list[str]()
     for _ in range(tries):
-        done = state.provoke(context)
+        done.append(state.provoke(context))  # each of them has happened to the run
         with contextlib.suppress(DeadlineExceeded):
-            return wait_until(attempt, timeout_s=each_s, what=f"a process {state.name}", poll_s=0.002), done
+            return (wait_until(attempt, timeout_s=each_s, what=f"a process {state.name}", poll_s=0.002),
+                    "; ".join(done))
     raise DeadlineExceeded(f"no process was caught {state.name} in {tries} tries")

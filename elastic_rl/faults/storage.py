@@ -14,7 +14,7 @@ from elastic_rl.dcs.catalog import reads
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.records import DcsNode, EngineState
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext
 from elastic_rl.faults.kinds import Killed
 from elastic_rl.faults.undo import Undo
 from elastic_rl.host.service_files import node_service
@@ -46,10 +46,12 @@ class DiskRefusesWrites(Killed):
         pid, self.at = _node(self.context), time.time()
         limit, most = resource.prlimit(pid, resource.RLIMIT_FSIZE), 0
         with self.context.undo.noted(Undo.UNLIMIT, pid, limit=[*limit]):
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, limit[1]))
+            with self.context.striking(f"no file of pid {pid} could grow"):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, limit[1]))
             end = time.monotonic() + self.seconds
             while time.monotonic() < end:
-                most = max([most, *(record.unsaved for record in _records(self.context))])
+                records = self.context.answered(lambda: _records(self.context))
+                most = max([most, *(record.unsaved for record in records)])
                 self.context.ended.wait(0.2)
         self._unsaved = most
         if not most:  # nothing was to be written
@@ -58,7 +60,7 @@ class DiskRefusesWrites(Killed):
 
     def detected(self) -> bool:
         """The node says that there are chunks that it has not saved."""
-        return self._unsaved > 0 or self.healed()
+        return self._unsaved > 0
 
     def is_back(self) -> bool:
         """It has saved what it had not, but for what was published since."""
@@ -70,11 +72,14 @@ class ChunksDamaged(Killed):
     node and an engine are killed, so that this version is read from disk. The new engine never gets those bytes: the
     node finds that they are not those of their digest, and another copy is used, or the version is published again."""
 
+    may_go_unnoticed = True
+    """A newer version may be published before somebody reads this one."""
+
     def __init__(self, context: FaultContext, *, torn: bool) -> None:
         """``torn``: the second half of each file is lost; else a bit in its middle is flipped."""
         super().__init__(context)
         self.torn, self.name = torn, "chunks_torn" if torn else "chunk_bits_flipped"
-        self._victim, self._damaged = "", 0
+        self._victim, self._desired = "", 0
 
     def inject(self) -> tuple[str, str]:
         engine = wait_until(lambda: next((e for e in self.context.engines() if e.state is EngineState.READY
@@ -82,21 +87,20 @@ class ChunksDamaged(Killed):
                             timeout_s=INJECT_TIMEOUT_S, what="an engine that is ready")
         pid = _node(self.context)
         folder = self._folder(pid)
-        self.at, self._victim = time.time(), engine.id
-        # The driver does not replace the engine before the files are damaged: both are stopped meanwhile.
-        kill(pid)
         head = reads.head(self.context.etcd, self.context.keys, "policy")
+        self._desired, self._victim, self.at = self.context.desired(), engine.id, time.time()
+        # The driver does not replace the engine before the files are damaged: both are stopped meanwhile.
+        node = self.context.kill(pid)
         files = [path for path in folder.glob("[0-9a-f][0-9a-f]/*") if "." not in path.name]
         for path in files:
             _damage(path, torn=self.torn)
-        self._damaged = len(files)
-        witness = kill(engine.pid)
+        witness = self.context.kill(engine.pid)
         if not files:
             return f"disk of the DCS node, engine {engine.id}", ""
         how = "lost its second half" if self.torn else "had a bit flipped"
         return f"disk of the DCS node, engine {engine.id}", (
             f"each of {len(files)} chunks on disk {how} while pid {pid} was dead, head {head.number if head else 0}; "
-            f"{witness}")
+            f"{node}; {witness}")
 
     @staticmethod
     def _folder(pid: int) -> Path:
@@ -105,11 +109,12 @@ class ChunksDamaged(Killed):
                     if Path(file.path).name == "lock")
 
     def detected(self) -> bool:
+        """The node says which bytes it has not any more, or somebody has published them again."""
         return (any(record.lost_chunks for record in _records(self.context))
-                or self.context.has_event(event_kinds.VERSION_REPUBLISHED, self.at) or self.healed())
+                or self.context.has_event(event_kinds.VERSION_REPUBLISHED, self.at))
 
     def is_back(self) -> bool:
-        return len(self.context.ready(ROLLOUT_POOL) - {self._victim}) >= self.context.cfg.rollout.engines
+        return len(self.context.ready(ROLLOUT_POOL) - {self._victim}) >= self._desired
 
 
 def _damage(path: Path, *, torn: bool) -> None:

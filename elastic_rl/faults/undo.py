@@ -1,28 +1,41 @@
-"""A record of what faults have stopped or limited and not undone yet, so that it can be undone by somebody else: by an
-abort switch, or after the kill -9 of the process that injected them.
+"""A record of what faults have stopped, limited, started or resized and not undone yet, so that it can be undone by
+somebody else: by an abort switch, or after the kill -9 of the process that injected them.
 
-A line is written to the file before a process is touched, and another one after it was undone. To undo is idempotent,
-and never touches a process that has the number of one that ended.
+A line is written to the file before anything is touched, and another one after it was undone. To undo is idempotent,
+never touches a process that has the number of one that ended, and is done on the machine where the fault was.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
 import secrets
 import signal
+import stat
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from elastic_rl.coordinator.client.admin_client import AdminClient
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.errors import ElasticRLError
+from elastic_rl.etcd.process_state import ProcessState, look_at, machine_id, start_ticks
 from elastic_rl.runtime.files import sync_folder
 
 FILE = "undo.jsonl"
+_MOST_BYTES = 64 << 20
+_MOST_PID = 1 << 31
+
+
+class NotUndone(ElasticRLError):
+    """What a fault has left could not be undone here, and stays noted."""
 
 
 class Undo(StrEnum):
@@ -33,7 +46,19 @@ class Undo(StrEnum):
     UNLIMIT = "unlimit"
     """The process ``pid`` gets back the limit ``limit`` of the size of its files."""
     END = "end"
-    """The process ``pid``, which is one that the fault has started, is killed with its group."""
+    """The process ``pid``, which is one that the fault has started, is killed, with its group where it leads one."""
+    RESIZE = "resize"
+    """The pool ``pool`` of the job ``job`` is to have ``desired`` engines again; ``info``: the file that says where the
+    cluster is."""
+
+
+@dataclass(frozen=True)
+class Undone:
+    """What ``undo_all`` did, for people."""
+
+    done: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    """With the reason. It is still noted, and is tried again."""
 
 
 class UndoRegistry:
@@ -54,45 +79,59 @@ class UndoRegistry:
     def note(self, undo: Undo, pid: int = 0, **values: Any) -> dict[str, Any]:
         """Notes what undoes a fault that is about to happen to a process; ``values``: the fields that ``undo`` names.
         Raises psutil.NoSuchProcess."""
-        entry = {"id": secrets.token_hex(8), "undo": undo.value, "pid": pid,
-                 "started": _started(pid) if pid else 0, **values}
+        started = start_ticks(pid) if pid else 0
+        if pid and not started:
+            raise psutil.NoSuchProcess(pid)
+        entry = {"id": secrets.token_hex(8), "undo": undo.value, "pid": pid, "started": started,
+                 "machine": machine_id(), **values}
         self._append(entry)
         return entry
 
     def undo(self, entry: dict[str, Any]) -> bool:
-        """Undoes one entry and marks it. Returns whether there was anything left to do."""
+        """Undoes one entry and marks it. Returns whether there was anything left to do. Raises NotUndone, and what an
+        odd entry raises; then it is not marked."""
         found = _undo(entry)
         self._append({"done": entry["id"]})
         return found
 
     def pending(self) -> list[dict[str, Any]]:
         """What is not marked as undone, in the order in which it was noted. A line that cannot be read is that of a
-        writer that was killed before it did anything."""
-        try:
-            with (self.folder / FILE).open(encoding="utf-8") as file:
-                found = os.fstat(file.fileno())
-                if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-                    return []  # what others may write has this user signal the processes that they choose
-                lines = file.read().splitlines()
-        except FileNotFoundError:
-            return []
+        writer that was killed before it did anything. Raises OSError for a file that others may write, or could have
+        put there: it would have this user signal the processes that they choose."""
         entries = dict[str, dict[str, Any]]()
-        for line in lines:
+        for line in self._read().split(b"\n"):
             try:
                 read = json.loads(line) if line else {}
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if "done" in read:
+            if not isinstance(read, dict):
+                continue
+            if isinstance(read.get("done"), str):
                 entries.pop(read["done"], None)
-            elif "id" in read:
+            elif isinstance(read.get("id"), str):
                 entries[read["id"]] = read
         return [*entries.values()]
+
+    def _read(self) -> bytes:
+        path = self.folder / FILE
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return b""
+        with open(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+                raise PermissionError(errno.EPERM, "it is not a file that this user alone may write", str(path))
+            if found.st_size > _MOST_BYTES:
+                raise OSError(errno.EFBIG, f"it is larger than {_MOST_BYTES >> 20} MiB", str(path))
+            return file.read(_MOST_BYTES)
 
     def _append(self, entry: dict[str, Any]) -> None:
         """Writes an entry in one call, which other writers cannot tear, and returns once the disk has it. It begins a
         line of its own, also after one that was torn."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.folder / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(self.folder / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+                             | os.O_CLOEXEC, 0o600)
         try:
             os.write(descriptor, b"\n" + json.dumps(entry).encode() + b"\n")
             os.fsync(descriptor)
@@ -101,47 +140,64 @@ class UndoRegistry:
         sync_folder(self.folder)
 
 
-def undo_all(folder: Path) -> list[str]:
-    """Undoes whatever faults have left in the folder, newest first; returns what was done, for people."""
-    registry = UndoRegistry(folder)
-    done, failed = list[str](), list[str]()
-    for entry in reversed(registry.pending()):
-        what = f"{entry.get('undo')} {entry.get('pid')}"
+def undo_all(folder: Path) -> Undone:
+    """Undoes whatever faults have left in the folder, newest first. Nothing that cannot be undone keeps anything else
+    from it."""
+    registry, found = UndoRegistry(folder), Undone()
+    try:
+        pending = registry.pending()
+    except OSError as e:
+        return replace(found, failed=[f"{folder / FILE} is left alone: {e.strerror}"])
+    for entry in reversed(pending):
+        what = str(entry.get("undo")) + " " + str(entry.get("pid") or entry.get("pool"))
         try:
             if registry.undo(entry):
-                done.append(what)
-        except (OSError, ValueError, KeyError, TypeError, psutil.Error) as e:  # the others are undone all the same
-            failed.append(f"{what}: not undone: {type(e).__name__} {e}")
-    return [*done, *failed]
-
-
-def _started(pid: int) -> int:
-    """When a process was started, in clock ticks since the boot: unlike a time of day, no change of the clock moves it.
-    Raises psutil.NoSuchProcess."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        raise psutil.NoSuchProcess(pid) from None
-    return int(stat.rpartition(")")[2].split()[19])
+                found.done.append(what)
+        except (ElasticRLError, OSError, ValueError, KeyError, TypeError, OverflowError) as e:
+            found.failed.append(f"{what}: {e if isinstance(e, ElasticRLError) else f'{type(e).__name__} {e}'}"[:500])
+    return found
 
 
 def _undo(entry: dict[str, Any]) -> bool:
     """Whether there was anything to do. Never raises for what is gone."""
-    undo, pid = Undo(entry["undo"]), int(entry["pid"])
+    undo = Undo(entry["undo"])
+    if entry["machine"] != machine_id():
+        raise NotUndone("it is of another machine, or of another boot or pid namespace of this one")
+    if undo is Undo.RESIZE:
+        return _resize(entry["info"], entry["job"], entry["pool"], entry["desired"])
+    pid, started = entry["pid"], entry["started"]
+    if type(pid) is not int or not 0 < pid < _MOST_PID or type(started) is not int:
+        raise ValueError(f"{pid!r}, started at {started!r}, is no process")
+    seen = look_at(pid, started).state
+    if seen is ProcessState.UNKNOWN:
+        raise NotUndone(f"this user may not look at process {pid}")
+    if seen is ProcessState.GONE:
+        return False
     try:
-        process = psutil.Process(pid)
-        if _started(pid) != entry["started"]:
-            return False  # another process has its number
         if undo is Undo.CONTINUE:
-            was_stopped = process.status() == psutil.STATUS_STOPPED
-            process.send_signal(signal.SIGCONT)
-            return was_stopped
+            os.kill(pid, signal.SIGCONT)
+            return seen is ProcessState.STOPPED
         if undo is Undo.UNLIMIT:
             limit = tuple(entry["limit"])
             was_limited = resource.prlimit(pid, resource.RLIMIT_FSIZE) != limit
             resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
             return was_limited
-        os.killpg(pid, signal.SIGKILL)
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
         return True
-    except (psutil.NoSuchProcess, ProcessLookupError):
+    except ProcessLookupError:
         return False
+
+
+def _resize(info: str, job: str, pool: str, desired: int) -> bool:
+    """A cluster that is down has no pool any more."""
+    cluster = ClusterInfo.load(Path(info))
+    if cluster is None:
+        return False
+    api = AdminClient(replace(cluster, job=job))
+    before = api.get(f"pools/{pool}")["desired"]
+    if before != desired:
+        api.patch(f"pools/{pool}", {"desired": desired})
+    return bool(before != desired)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,10 +16,10 @@ from support.waiting import wait_until
 
 from chaos_tests import abort
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
-from elastic_rl.errors import ConfigError
+from elastic_rl.errors import ConfigError, PreflightFailed
 from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.records import Severity
-from elastic_rl.faults.undo import Undo, UndoRegistry
+from elastic_rl.faults.undo import Undo, Undone, UndoRegistry
 
 FAULT: dict[str, Any] = {"name": "engine_killed", "witness": "seen", "problem": "", "injected_at": 100.0,
                          "detected_at": 101.0, "healed_at": 110.0}
@@ -108,6 +110,26 @@ def test_what_a_killed_run_has_stopped_goes_on_by_the_next_command(tmp_path: Pat
     assert killed.returncode == -9
     wait_until(lambda: is_stopped(sleeper), what="the stop")
     done = abort.undo_of_killed_runs(tmp_path)
-    assert list(done) == [str(folder)] and str(sleeper.pid) in done[str(folder)][0]
+    assert list(done) == [str(folder)] and str(sleeper.pid) in done[str(folder)].done[0]
     wait_until(lambda: not is_stopped(sleeper), what="the process to go on")
-    assert abort.abort(folder) == [], "there is nothing left to undo"
+    assert abort.abort(folder) == Undone(), "there is nothing left to undo"
+
+
+def test_folder_of_a_run_is_private_and_a_link_or_fifo_in_it_is_neither_followed_nor_waited_for(tmp_path: Path) -> None:
+    with abort.running(tmp_path / "new" / "run"):
+        assert stat.S_IMODE((tmp_path / "new" / "run").stat().st_mode) == 0o700
+        assert stat.S_IMODE((tmp_path / "new" / "run" / "runner.lock").stat().st_mode) == 0o600
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    for name, put in (("linked", lambda path: path.symlink_to(precious)), ("fifo", os.mkfifo)):
+        folder = tmp_path / name
+        folder.mkdir()
+        put(folder / "runner.lock")
+        (folder / "undo.jsonl").touch(0o600)
+        for use in (lambda folder=folder: abort.running(folder).__enter__(), lambda folder=folder: abort.abort(folder)):
+            with pytest.raises(ConfigError, match="runner.lock"):
+                use()
+    assert abort.undo_of_killed_runs(tmp_path) == {} and precious.read_text() == "kept"
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    with pytest.raises(PreflightFailed, match="not a folder of this user"), abort.running(tmp_path / "link"):
+        pass

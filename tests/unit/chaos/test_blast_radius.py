@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from chaos_tests import blast_radius
-from chaos_tests.blast_radius import BlastRadius, OutOfRadius, guarded, parts
-from chaos_tests.faults.catalogue import FAULTS, Part
+from chaos_tests.blast_radius import BlastRadius, OutOfRadius, guarded, parts, replicas_of
+from chaos_tests.faults.catalogue import FAULTS, Need, Part
 from elastic_rl.errors import ConfigError
+from elastic_rl.etcd.keys import Keys
 
 PLENTY = dict.fromkeys(Part, 3)
 
@@ -27,7 +28,7 @@ def test_everything_but_etcd_and_hosts_may_be_struck_where_nothing_is_named() ->
 def test_only_named_parts_are_struck() -> None:
     radius = BlastRadius(parts=parts("engines, etcd"), allow_last=True)
     allowed, refused = radius.allowed(dict.fromkeys(FAULTS, 1.0), PLENTY)
-    assert {FAULTS[name].part for name in allowed} == {Part.ENGINES, Part.ETCD}
+    assert {part for name in allowed for part in FAULTS[name].parts} == {Part.ENGINES, Part.ETCD}
     assert refused["trainer_rank_killed"] == "trainer are not to be struck"
     with pytest.raises(ConfigError, match="engine, x"):
         parts("engine,x")
@@ -64,3 +65,70 @@ def test_fault_is_not_injected_once_it_would_take_the_last_replica(monkeypatch: 
     with pytest.raises(OutOfRadius, match="the last one is not to be struck"):
         made.inject()
     assert fault.injected == 1
+
+
+@pytest.mark.parametrize(("name", "only", "why"), [
+    ("chunks_torn", "dcs", "engines are not to be struck"), ("chunk_bits_flipped", "engines", "dcs are not"),
+    ("etcd_compacted_past_watcher", "etcd", "coordinators are not to be struck")])
+def test_fault_that_strikes_another_part_too_needs_both(name: str, only: str, why: str) -> None:
+    assert why in BlastRadius(parts=parts(only)).refusal(name, PLENTY)
+    radius = BlastRadius(parts=FAULTS[name].parts)
+    assert radius.refusal(name, PLENTY) == ""
+    assert "the last one" in radius.refusal(name, PLENTY | {Part.COORDINATORS: 1, Part.ENGINES: 1})
+
+
+def test_fault_that_takes_no_replica_needs_no_other_one() -> None:
+    assert BlastRadius().refusal("racing_requests", {}) == ""
+    assert "it takes all coordinators" in BlastRadius().refusal("coordinator_killed_taking_over", PLENTY)
+
+
+def test_fault_whose_needs_are_not_met_is_refused() -> None:
+    allowed, refused = BlastRadius().allowed({"actor_exited": 1.0, "chunks_torn": 1.0, "engine_killed": 1.0}, PLENTY,
+                                             {Need.OUTSIDE})
+    assert allowed == ["engine_killed"] and "ptrace" in refused["actor_exited"]
+    assert "dcs.disk_bytes" in refused["chunks_torn"]
+
+
+def test_every_part_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = {"run": [7], "gcs": [8], "raylet": [9, 10]}
+    monkeypatch.setattr(blast_radius, "PARTS", {
+        name: SimpleNamespace(pids=lambda context, found=found: found) for name, found in pids.items()})
+    nothing: Any = SimpleNamespace(
+        etcd=SimpleNamespace(count=lambda prefix: 2, endpoints=["e"]), cfg=SimpleNamespace(cluster_name="c"),
+        keys=Keys("j"), ready=lambda: {"a"}, members=lambda role: ["m"], trainer_ranks=lambda: ["r"],
+        router_pid=lambda: 5)
+    found = replicas_of(nothing)
+    assert found.keys() == {*Part} and (found[Part.RUN], found[Part.RAY], found[Part.API]) == (1, 1, 2)
+
+
+class Wound:
+    said = ""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.is_healed, self.injected = name, False, 0
+
+    def inject(self) -> tuple[str, str]:
+        self.injected += 1
+        return "e", "seen"
+
+    def detected(self) -> bool:
+        return True
+
+    def healed(self) -> bool:
+        return self.is_healed
+
+
+def test_faults_that_are_under_way_do_not_count_on_the_same_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas = {Part.ENGINES: 3}
+    monkeypatch.setattr(blast_radius, "replicas_of", lambda of: replicas)
+    guard = guarded(BlastRadius(at_once=3), cast("Any", None))
+    wounds = [Wound("engine_killed") for _ in range(3)]
+    first, second, third = (guard("engine_killed", cast("Any", wound)) for wound in wounds)
+    first.inject()  # of which the records say nothing yet
+    second.inject()
+    with pytest.raises(OutOfRadius, match="the last one is not to be struck"):
+        third.inject()
+    wounds[0].is_healed = wounds[1].is_healed = True
+    assert first.healed() and second.healed()
+    third.inject()
+    assert [wound.injected for wound in wounds] == [1, 1, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -64,6 +65,14 @@ def test_numbers_that_do_not_fit_are_refused(steps: int, faults: int, catalogue:
 @pytest.mark.parametrize("changed", [
     {"form": 1}, {"minutes": 1.0}, {"settings": None}, {"minutes": "x"},
     {"strikes": [{"step": 3, "faults": ["fault-1"], "second": 2.0}]},
+    {"minutes": math.inf}, {"minutes": math.nan}, {"minutes": True}, {"minutes": 10**400}, {"seed": -1},
+    {"seed": 1 << 200},
+    {"settings": "--a=1"}, {"settings": ["train.lr=1"]}, {"settings": [["--a=1"]]}, {"scenario": None}, {"strikes": {}},
+    {"strikes": [5]}, {"strikes": [{"step": 3, "faults": [], "second": 0}]},
+    {"strikes": [{"step": 3, "faults": "fault-1", "second": 0}]},
+    {"strikes": [{"step": 3, "faults": ["fault-1", "fault-1"], "second": 0}]},
+    {"strikes": [{"step": 3, "faults": ["fault-1"], "second": math.nan}]},
+    {"strikes": [{"step": 10**30, "faults": ["fault-1"], "second": 0}]},
     {"seed": "1"}, {"steps": 1}, {"strikes": None}, {"strikes": [{"step": 3}]},
     {"strikes": [{"step": 3, "faults": ["unheard-of"], "second": 0}]},
     {"strikes": [{"step": True, "faults": ["fault-1"], "second": 0}]},
@@ -72,6 +81,17 @@ def test_file_that_is_no_schedule_is_refused(changed: dict[str, Any]) -> None:
     fields = json.loads(drawn(1, 60, 6, CATALOGUE).to_json())
     with pytest.raises(ValueError):
         Schedule.from_json(json.dumps(fields | changed), [*CATALOGUE])
+
+
+def test_schedule_that_is_nested_too_deeply_is_refused() -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        Schedule.from_json("[" * 100_000, [*CATALOGUE])
+
+
+def test_more_faults_than_find_room_are_refused_before_they_are_drawn() -> None:
+    for steps, faults in ((100, 10**12), (10**6, 10**9)):
+        with pytest.raises(ValueError, match="steps apart"):
+            drawn(1, steps, faults, CATALOGUE)
 
 
 @given(seeds, st.sets(st.sampled_from(sorted(CATALOGUE)), min_size=1, max_size=3))

@@ -197,6 +197,7 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     # I10
     (fault(detected_at=None), "I10"),
     (fault(detected_at=0.5), "I10"),
+    (fault(detected_at=None, healed_at=None, may_go_unnoticed=True), "I10"),
     (both(fault(healed_at=None)), "I10"),
     (both(write((KEYS.operation("p"), {"id": "p", "state": "running"})), later(RECOVERY_S * 2)), "I10"),
     # I11
@@ -359,3 +360,8 @@ def test_log_is_judged_from_its_file_without_being_held(tmp_path: Path) -> None:
     from_file = judge(Records(file))
     assert from_file == judge(Log().records) == judge(iter(Log().records))
     assert JOB in {v.rule: v for v in from_file}["I13"].evidence
+
+
+def test_fault_that_may_go_unnoticed_need_not_be_detected() -> None:
+    found = verdicts(with_(fault(detected_at=None, may_go_unnoticed=True)))
+    assert not [verdict for verdict in found.values() if verdict.state is State.VIOLATED]

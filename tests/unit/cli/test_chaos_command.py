@@ -5,22 +5,32 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import signal
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 
-from chaos_tests import abort, observation, report, runner
+from chaos_tests import abort, blast_radius, observation, report, runner
+from chaos_tests import target as chaos_target
 from chaos_tests.event_log import FORM, EventLog, Kind
-from chaos_tests.faults.catalogue import FAULTS
+from chaos_tests.faults.catalogue import FAULTS, Need, Part
 from chaos_tests.nemesis.schedule import Schedule, Strike
 from chaos_tests.runner import Outcome
 from chaos_tests.scenarios import SCENARIOS
 from chaos_tests.sim.worlds import WORLDS
+from elastic_rl import config
 from elastic_rl.cli import chaos, main
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.errors import ConfigError
+from elastic_rl.faults import ptrace
+from elastic_rl.faults.undo import Undo, UndoRegistry
 
 SCHEDULE = Schedule(3, 24, (Strike(3, ("engine_killed",)), Strike(9, ("driver_killed", "router_killed"))),
                     scenario="quick", settings=("--train.lr=0.5",))
@@ -61,6 +71,18 @@ def test_dry_run_prints_a_schedule_that_can_be_replayed(tmp_path: Path, capsys: 
     (["replay", "/nonexistent"], "no schedule can be read"),
     (["check", "/nonexistent"], "there is no events.jsonl"),
     (["abort", "/nonexistent"], "no chaos run was in"),
+    (["run", "--scenario", "quick", "--minutes", "nan"], "Input should be"),
+    (["run", "--scenario", "quick", "--minutes", "inf"], "Input should be"),
+    (["run", "--scenario", "quick", "--minutes", "1e300"], "Input should be"),
+    (["run", "--scenario", "quick", "--minutes", "-1"], "Input should be"),
+    (["run", "--scenario", "quick", "--minutes", "9", "--faults", "10000000"], "Input should be"),
+    (["run", "--scenario", "quick", "--minutes", "9", "--faults", "9999"], "need more than 540"),
+    (["run", "--scenario", "quick", "--only", "engines"], "--only: only for a run against a cluster that runs"),
+    (["run", "--scenario", "quick", "--yes", "--at-once", "2"], "--at-once, --yes: only for a run"),
+    (["run", "--scenario", "quick", "--allow-last", "--recovery-minutes", "3"], "--allow-last, --recovery-minutes"),
+    (["run", "--scenario", "quick", "--baseline", "--job=j"], "--baseline: a run against a cluster that runs has no"),
+    (["run", "--scenario", "quick", "--dry-run", "--nonsense.x=1"], "nonsense"),
+    (["run", "--scenario", "quick", "--job=j", "--recovery-minutes", "nan"], "Input should be"),
     (["sim", "--worlds", "unheard-of"], "known: steps")])
 def test_what_makes_no_sense_is_refused(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*args) == Exit.USAGE
@@ -161,3 +183,179 @@ def test_check_judges_a_log_again(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "the log has no end" in capsys.readouterr().out
     (tmp_path / report.EVENTS).write_text("{}\n")
     assert run("check", str(tmp_path)) == Exit.USAGE
+
+
+def test_abort_fails_where_something_cannot_be_undone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with abort.running(tmp_path):
+        pass
+    assert run("abort", str(tmp_path)) == Exit.OK
+    registry = UndoRegistry(tmp_path)
+    registry._append({**registry.note(Undo.CONTINUE, os.getpid()), "machine": "another"})
+    assert run("abort", str(tmp_path)) == Exit.FAILED
+    assert "not undone: continue" in capsys.readouterr().err
+
+
+def test_second_run_of_a_folder_is_refused_before_anything_of_the_first_one_is_replaced(tmp_path: Path) -> None:
+    with abort.running(tmp_path):
+        (tmp_path / "schedule.json").write_text("of the first one")
+        with pytest.raises(ConfigError, match="another process runs in"):
+            runner.run(SCHEDULE, tmp_path)
+        assert (tmp_path / "schedule.json").read_text() == "of the first one"
+
+
+def test_every_part_of_the_blast_radius_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    only = next(option.help for option in get_args(chaos.Only) if hasattr(option, "help"))
+    words = set(only.replace(",", " ").replace(".", " ").split())
+    assert {part.value for part in Part} <= words
+
+
+@pytest.fixture
+def attached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[runner.Limits]:
+    """The limits with which a job that runs was struck. It has three of each part, on one host."""
+    made = list[runner.Limits]()
+
+    @contextmanager
+    def running_cluster(cluster: Any) -> Iterator[Any]:
+        yield SimpleNamespace(name="job j", cfg=config.parse({"job": "j", "run_dir": str(tmp_path)}),
+                              context=lambda: None)
+
+    def fake(schedule: Schedule, folder: Path, target: Any, limits: runner.Limits, **options: Any) -> Outcome:
+        made.append(limits)
+        return Outcome(folder, [])
+
+    monkeypatch.setattr(chaos, "find_cluster", lambda ctx, file: None)
+    monkeypatch.setattr(chaos_target, "running_cluster", running_cluster)
+    monkeypatch.setattr(blast_radius, "replicas_of", lambda context: dict.fromkeys(Part, 3) | {Part.HOSTS: 1})
+    monkeypatch.setattr(runner, "run_attached", fake)
+    return made
+
+
+def by_time(*strikes: tuple[str, ...]) -> Schedule:
+    return Schedule(1, 0, tuple(Strike(0, names, 10.0 * n) for n, names in enumerate(strikes, 1)), minutes=9.0,
+                    scenario="quick")
+
+
+@pytest.mark.parametrize(("schedule", "args", "said"), [
+    (by_time(*[("engine_killed",)] * 6), (), "--faults 6 allows them"),
+    (by_time(*[("engine_killed",)] * 6), ("--faults", "6"), ""),
+    (by_time(("engine_killed", "dcs_killed")), (), "--at-once 2 allows them"),
+    (by_time(("engine_killed", "dcs_killed")), ("--at-once", "2"), ""),
+    (by_time(("chunks_torn",)), ("--only", "dcs"), "engines are not to be struck"),
+    (by_time(("etcd_killed",)), (), "etcd are not to be struck"),
+    (by_time(("run_killed",)), (), ""),
+    (by_time(("racing_requests",)), (), "")])
+def test_schedule_is_replayed_within_the_blast_radius_only(
+        schedule: Schedule, args: tuple[str, ...], said: str, attached: list[runner.Limits], tmp_path: Path,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "s.json"
+    file.write_text(schedule.to_json())
+    code = run("replay", str(file), "--job=j", f"--run_dir={tmp_path}", "--yes", f"--out={tmp_path / 'r'}", *args)
+    assert code == (Exit.USAGE if said else Exit.OK) and said in capsys.readouterr().err
+    assert len(attached) == (not said) and all(limits.overlap == 1 for limits in attached)
+
+
+def test_faults_that_are_not_possible_on_this_machine_are_refused_before_anything_is_started(
+        runs: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(ptrace, "allowed", lambda: False)
+    file = tmp_path / "s.json"
+    file.write_text(replace(SCHEDULE, strikes=(Strike(3, ("actor_exited",)),)).to_json())
+    assert run("replay", str(file), f"--out={tmp_path / 'r'}") == Exit.USAGE and not runs
+    assert "actor_exited: it needs ptrace" in capsys.readouterr().err
+    assert run("run", "--scenario", "every", "--seed", "1", "--dry-run") == Exit.OK
+    drawn = Schedule.from_json(capsys.readouterr().out, FAULTS)
+    assert not [name for s in drawn.strikes for name in s.faults if Need.PTRACE in FAULTS[name].needs]
+
+
+def test_schedule_that_says_where_its_cluster_is_is_refused(runs: list[dict[str, Any]], tmp_path: Path,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "s.json"
+    file.write_text(replace(SCHEDULE, settings=("--run_dir=/etc", "--cluster=prod")).to_json())
+    assert run("replay", str(file)) == Exit.USAGE and not runs
+    assert "--run_dir=/etc, --cluster=prod: a cluster of its own says itself" in capsys.readouterr().err
+
+
+FIRST = {"at": 1.0, "kind": "run", "form": FORM, "scenario": "quick", "seed": 1, "settings": {}, "schedule": {}}
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"[]\n", b"5\n", b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"1" * 10_000 + b"\n", b"{}\n", b"no end",
+    json.dumps(FIRST | {"form": 99}).encode() + b"\n", json.dumps(FIRST | {"schedule": []}).encode() + b"\n",
+    json.dumps(FIRST | {"schedule": {"strikes": 5}}).encode() + b"\n",
+    json.dumps(FIRST | {"settings": {"train": 5}}).encode() + b"\n",
+    *(json.dumps(FIRST).encode() + b"\n" + line + b"\n" for line in (
+        b"[]", b"5", b"\xff", b"{torn", b"[" * 100_000, b'{"kind": "step"}', b'{"at": NaN, "kind": "step", "step": 1}',
+        b'{"at": 1, "kind": "step", "step": NaN}', b'{"at": 1, "kind": "step"}', b'{"at": "1", "kind": "end"}',
+        b'{"at": 1, "kind": "fault"}', b'{"at": 1, "kind": "fault", "name": "a", "injected_at": "x"}',
+        b'{"at": 1, "kind": "change", "key": "/a"}', b'{"at": 1e400, "kind": "end"}', b'{"at": 1, "kind": []}',
+        b'{"at": 1, "kind": "end", "report": 5}', b'{"at": 1, "kind": "end", "alerts": [5]}',
+        b'{"at": 1, "kind": "operation", "key": "a"}', b'{"at": 1, "kind": "fault", "name": "a", "witness": "w"}'))])
+def test_log_of_another_form_is_refused_or_judged_and_never_a_traceback(
+        content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / report.EVENTS).write_bytes(content)
+    assert run("check", str(tmp_path)) in (Exit.FAILED, Exit.USAGE)
+    printed = capsys.readouterr()
+    assert str(tmp_path) in printed.out + printed.err and "Traceback" not in printed.err
+
+
+def test_line_of_a_log_that_is_no_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / report.EVENTS).write_text(json.dumps(FIRST) + '\n{"at": 1, "kind": "step", "step": NaN}\n')
+    assert run("check", str(tmp_path)) == Exit.USAGE
+    assert "events.jsonl, line 2, is no record of a chaos run: step of step is of another form: 'nan'" in " ".join(
+        capsys.readouterr().err.split())
+
+
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / report.EVENTS)
+    assert run("check", str(tmp_path)) == Exit.USAGE
+    os.mkfifo(tmp_path / "schedule.json")
+    assert run("replay", str(tmp_path)) == Exit.USAGE
+    assert run("shrink", str(tmp_path / "schedule.json")) == Exit.USAGE
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    assert run("replay", str(tmp_path / "deep.json")) == run("replay", str(tmp_path / "bytes.json")) == Exit.USAGE
+
+
+def test_secrets_of_the_command_line_are_in_no_file_of_the_results_and_are_asked_for_again(
+        tmp_path: Path, runs: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    schedule = replace(SCHEDULE, settings=('--alerts.urls=["json://T0KEN@h"]', "--train.lr=0.5"))
+    folder = tmp_path / "r"
+    with abort.running(folder):
+        runner._prepare(schedule, folder)
+        with runner._log_of(folder, schedule, config.parse({}), "one host", baseline=False):
+            pass
+    report.write(folder)
+    capsys.readouterr()
+    for file in (path for path in folder.iterdir() if path.is_file()):
+        assert "T0KEN" not in file.read_text(), file.name
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600, file.name
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert run("replay", str(folder), f"--out={tmp_path / 'again'}") == Exit.USAGE and not runs
+    assert "does not have the values of --alerts.urls" in capsys.readouterr().err
+    assert run("shrink", str(folder), f"--out={tmp_path / 'small'}") == Exit.USAGE and not runs
+    assert run("replay", str(folder), f"--out={tmp_path / 'again'}", "--alerts.urls=[json://T0KEN@h]") == Exit.FAILED
+    assert runs[0]["schedule"].settings == ("--train.lr=0.5", "--alerts.urls=[json://T0KEN@h]")
+
+
+def test_line_that_strikes_a_job_again_is_whole(attached: list[runner.Limits], tmp_path: Path,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "s.json"
+    file.write_text(by_time(("engine_killed",)).to_json())
+    out = tmp_path / "a b"
+    assert run("replay", str(file), "--job=j", f"--run_dir={tmp_path}", "--yes", f"--out={out}", "--only",
+               "engines,dcs", "--allow-last", "--recovery-minutes", "3") == Exit.OK
+    [again] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("again")]
+    assert shlex.split(again)[1:] == [
+        "elastic-rl", "chaos", "replay", str(out / "schedule.json"), f"--run_dir={tmp_path}", "--job=j", "--only",
+        "dcs,engines", "--at-once", "1", "--allow-last", "--recovery-minutes", "3"]
+    assert attached[0].arguments == shlex.split(again)[5:]
+
+
+def test_sealed_settings_of_a_job_are_kept_as_a_digest() -> None:
+    def kept(sealed: str) -> Any:
+        change = {"revision": 3, "put": True, "key": "/_clusters/c/jobs/j", "value": json.dumps({"settings": sealed})}
+        return runner._without_seal(change)
+
+    assert "gAAAA" not in json.dumps(kept("gAAAA1")) and kept("gAAAA1") != kept("gAAAA2")
+    assert kept("gAAAA1") == kept("gAAAA1") and json.loads(kept("")["value"]) == {"settings": ""}
+    assert runner._without_seal({"value": "\xff no record"}) == {"value": "\xff no record"}

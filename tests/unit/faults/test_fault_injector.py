@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import psutil
 import pytest
 from support.waiting import wait_until
 
+from elastic_rl import config
 from elastic_rl.errors import ConfigError, EtcdUnavailable
 from elastic_rl.faults import injector as injectors
-from elastic_rl.faults.context import FaultContext, InjectionEnded
+from elastic_rl.faults.context import FaultContext, InjectionEnded, stopped
 from elastic_rl.faults.injector import Elapsed, FaultInjector
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 
@@ -35,7 +39,7 @@ class Etcd:
 
 class Context:
     def __init__(self, etcd: Etcd) -> None:
-        self.etcd = etcd
+        self.etcd, self.struck = etcd, list[tuple[float, str]]()
 
     def step(self) -> int:
         return self.etcd.read(5)
@@ -110,7 +114,10 @@ class Running:
     """A run whose etcd answers, at a step that a test says."""
 
     def __init__(self, step: int = 0) -> None:
-        self.at, self.ended = step, threading.Event()
+        self.at, self.ended, self.struck = step, threading.Event(), list[tuple[float, str]]()
+
+    def end(self) -> None:
+        self.ended.set()
 
     def step(self) -> int:
         if self.ended.is_set():
@@ -207,3 +214,104 @@ def test_nothing_is_injected_any_more_once_it_has_ended(tmp_path: Path) -> None:
     run.at = 5
     injector.join(60)
     assert not injector.is_alive() and not wound.is_injected
+
+
+class Striking:
+    """A fault that reads etcd, strikes, and reads it once more, as some do."""
+
+    said, state = "", ""
+
+    def __init__(self, context: FaultContext, before: list[bool], after: list[bool], *, witness: str = "it was struck",
+                 detects: bool = True, **attributes: Any) -> None:
+        """``before``, ``after``: whether etcd answers, at each reading."""
+        self.name, self.context, self.before, self.after, self.witness = "a", context, before, after, witness
+        self.strikes, self.detects = 0, detects
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def inject(self) -> tuple[str, str]:
+        if not self.before.pop(0):
+            raise EtcdUnavailable("no member answers")
+        with self.context.striking("pid 5 was sent SIGKILL"):
+            self.strikes += 1
+        if not self.after.pop(0):
+            raise EtcdUnavailable("no member answers")
+        return "target", self.witness
+
+    def detected(self) -> bool:
+        return self.detects
+
+    def healed(self) -> bool:
+        return True
+
+
+class Playing(FaultContext):
+    """A run of which no etcd is read."""
+
+    def __init__(self) -> None:
+        super().__init__(*[None] * 4)  # type: ignore[arg-type]
+
+    def step(self) -> int:
+        return 9
+
+    def finished(self) -> bool:
+        return False
+
+    def ready(self, pool: str = "") -> set[str]:
+        return set()
+
+
+def recorded(fault: Striking, path: Path) -> dict[str, Any]:
+    FaultInjector(fault.context, RunLog(LineFile(path)), [(1, [fault])], path.with_name("steps.jsonl")).run()
+    return dict(json.loads(path.read_text()))
+
+
+def test_fault_is_begun_again_until_it_has_struck_and_never_afterwards(tmp_path: Path) -> None:
+    fault = Striking(Playing(), [False, False, True, True], [False, True])
+    record = recorded(fault, tmp_path / "f")
+    assert fault.strikes == 1 and record["witness"] == "pid 5 was sent SIGKILL", "what was done is in the record"
+    assert "no member answers" in record["problem"] and record["healed_at"] is None
+
+
+def test_fault_was_injected_when_it_struck_and_not_when_it_began_to_wait(tmp_path: Path) -> None:
+    context, began = Playing(), time.time()
+    fault = Striking(context, [True], [True])
+    inject = fault.inject
+
+    def waits() -> tuple[str, str]:
+        wait_until(lambda: time.time() > began + 0.2, what="the victim")
+        return inject()
+
+    fault.inject = waits  # type: ignore[method-assign]
+    record = recorded(fault, tmp_path / "f")
+    assert record["injected_at"] >= began + 0.2 and 0 < record["waited_s"] <= record["injected_at"] - began
+    assert record["injected_at"] <= record["detected_at"] <= record["healed_at"]
+
+
+def test_what_nobody_has_detected_is_not_said_to_be(tmp_path: Path) -> None:
+    record = recorded(Striking(Playing(), [True], [True], detects=False, may_go_unnoticed=True), tmp_path / "f")
+    assert record["detected_at"] is None and record["may_go_unnoticed"]
+    assert record["healed_at"] and not record["problem"]
+
+
+def test_fault_without_a_witness_did_not_happen_whatever_came_after_it(tmp_path: Path) -> None:
+    record = recorded(Striking(Playing(), [True], [True], witness=""), tmp_path / "f")
+    assert (record["witness"], record["detected_at"], record["healed_at"]) == ("", None, None)
+    assert record["problem"] == "a was not seen to happen"
+
+
+def test_no_process_is_struck_once_the_injection_has_ended(tmp_path: Path) -> None:
+    cfg, nothing = config.parse({"job": "j", "run_dir": str(tmp_path)}), cast("Any", None)
+    context = FaultContext(cfg, nothing, nothing, nothing)
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as child:
+        try:
+            context.end()
+            process = psutil.Process(child.pid)
+            for strike in (lambda: context.kill(child.pid), lambda: context.stop(process),
+                           lambda: stopped(context, process).__enter__(), lambda: context.service("etcd-0"),
+                           lambda: context.router_pid(), lambda: context.answered(lambda: context.etcd)):
+                with pytest.raises(InjectionEnded):
+                    strike()
+            assert child.poll() is None and process.status() != psutil.STATUS_STOPPED and context.struck == []
+        finally:
+            child.kill()

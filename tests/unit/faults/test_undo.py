@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import subprocess
@@ -12,7 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_rl.faults.undo import Undo, UndoRegistry, undo_all
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.etcd.process_state import machine_id
+from elastic_rl.faults import undo
+from elastic_rl.faults.undo import NotUndone, Undo, Undone, UndoRegistry, undo_all
 from elastic_rl.runtime.waiting import wait_until
 
 _WAITS = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -40,10 +44,11 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def test_stopped_process_goes_on_once_all_is_undone(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
     UndoRegistry(tmp_path).note(Undo.CONTINUE, process.pid)
     _stop(process)
-    assert undo_all(tmp_path) == [f"continue {process.pid}"]
+    assert undo_all(tmp_path) == Undone([f"continue {process.pid}"])
     _is(process, psutil.STATUS_SLEEPING)
     _stop(process)
-    assert undo_all(tmp_path) == [] and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "it was done"
+    assert undo_all(tmp_path) == Undone(), "it was done"
+    _is(process, psutil.STATUS_STOPPED)
 
 
 def test_what_a_killed_injector_has_left_is_undone_by_another_process(process: subprocess.Popen[bytes], tmp_path: Path
@@ -52,6 +57,9 @@ def test_what_a_killed_injector_has_left_is_undone_by_another_process(process: s
 import os, signal
 from pathlib import Path
 import psutil
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.etcd.process_state import machine_id
+from elastic_rl.faults import undo
 from elastic_rl.faults.undo import Undo, UndoRegistry
 with UndoRegistry(Path({str(tmp_path)!r})).noted(Undo.CONTINUE, {process.pid}):
     os.kill({process.pid}, signal.SIGSTOP)
@@ -59,7 +67,7 @@ with UndoRegistry(Path({str(tmp_path)!r})).noted(Undo.CONTINUE, {process.pid}):
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == -signal.SIGKILL
     _is(process, psutil.STATUS_STOPPED)
-    assert undo_all(tmp_path) == [f"continue {process.pid}"]
+    assert undo_all(tmp_path) == Undone([f"continue {process.pid}"])
     _is(process, psutil.STATUS_SLEEPING)
 
 
@@ -89,12 +97,87 @@ def test_line_that_a_killed_writer_has_torn_hides_no_other(process: subprocess.P
     assert registry.pending() == [first, second]
 
 
-def test_what_cannot_be_undone_keeps_nothing_else_from_it(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+_NO_ENTRIES = (b"5", b"[]", b'{"id": []}', b'{"done": {}}', b"\xff\xfe", b"[" * 100_000, b'{"id": 3, "undo": "end"}')
+"""Lines that are no entries."""
+_ODD = (b'"undo": "unheard-of", "pid": 1, "started": 0', b'"undo": "continue", "pid": 1e400, "started": 0',
+        b'"undo": "continue", "pid": -1, "started": 0', b'"undo": "end", "pid": 0, "started": 0', b'"undo": []',
+        b'"a": 1', b'"undo": "end", "pid": true, "started": 0',
+        b'"undo": "continue", "pid": 99999999999999, "started": 1', b'"undo": "resize", "pool": "rollout"')
+"""Entries that nobody can undo."""
+
+
+def test_odd_lines_keep_nothing_else_from_being_undone(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
     registry = UndoRegistry(tmp_path)
     registry.note(Undo.CONTINUE, process.pid)
     _stop(process)
-    with (tmp_path / "undo.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"id": "x", "undo": "unheard-of", "pid": 1, "started": 0}\n')
-    done, failed = undo_all(tmp_path)
-    assert done == f"continue {process.pid}" and "unheard-of" in failed and "not undone" in failed
+    machine = machine_id().encode()
+    with (tmp_path / "undo.jsonl").open("ab") as file:
+        file.write(b"\n".join([*_NO_ENTRIES, *(
+            b'{"id": "%d", "machine": "%s", %s}' % (i, machine, odd) for i, odd in enumerate(_ODD)), b""]))
+    undone = undo_all(tmp_path)
+    assert undone.done == [f"continue {process.pid}"] and len(undone.failed) == len(_ODD)
+    assert any("unheard-of" in line for line in undone.failed)
     _is(process, psutil.STATUS_SLEEPING)
+    assert undo_all(tmp_path) == Undone([], undone.failed), "what failed is still noted"
+
+
+def test_entry_of_another_machine_or_boot_stays_noted(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    registry = UndoRegistry(tmp_path)
+    entry = registry.note(Undo.END, process.pid)
+    registry._append({**entry, "machine": "another-boot.1"})
+    with pytest.raises(NotUndone):
+        registry.undo({**entry, "machine": "another-boot.1"})
+    [line] = undo_all(tmp_path).failed
+    assert "another machine" in line and process.poll() is None and len(registry.pending()) == 1
+
+
+def test_process_that_was_started_is_ended_also_where_it_leads_no_group(tmp_path: Path) -> None:
+    with subprocess.Popen(_WAITS) as started:
+        UndoRegistry(tmp_path).note(Undo.END, started.pid)
+        assert undo_all(tmp_path).done == [f"end {started.pid}"]
+        assert started.wait(timeout=60) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("put", ["link", "fifo", "writable"])
+def test_file_that_others_could_have_put_there_is_left_alone(put: str, process: subprocess.Popen[bytes], tmp_path: Path
+                                                             ) -> None:
+    real, folder = UndoRegistry(tmp_path / "real"), tmp_path / "run"
+    real.note(Undo.END, process.pid)
+    folder.mkdir()
+    file = folder / "undo.jsonl"
+    if put == "link":
+        file.symlink_to(real.folder / "undo.jsonl")
+    elif put == "fifo":
+        os.mkfifo(file)
+    else:
+        file.write_bytes((real.folder / "undo.jsonl").read_bytes())
+        file.chmod(0o622)
+    [line] = undo_all(folder).failed
+    assert "left alone" in line and process.poll() is None
+    if put != "writable":
+        with pytest.raises(OSError):
+            UndoRegistry(folder).note(Undo.END, process.pid)
+
+
+def test_size_of_a_pool_is_put_back_by_whoever_undoes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, info = {"pools/rollout": 7}, tmp_path / "cluster.json"
+
+    class Api:
+        def __init__(self, cluster: ClusterInfo) -> None:
+            assert (cluster.job, cluster.coordinators) == ("j", ["http://c"])
+
+        def get(self, path: str) -> dict[str, int]:
+            return {"desired": sizes[path]}
+
+        def patch(self, path: str, body: dict[str, int]) -> None:
+            sizes[path] = body["desired"]
+
+    monkeypatch.setattr(undo, "AdminClient", Api)
+    ClusterInfo("other", [], ["http://c"], "").save(info)
+    noted = {"info": str(info), "job": "j", "pool": "rollout", "desired": 5}
+    UndoRegistry(tmp_path).note(Undo.RESIZE, **noted)
+    assert undo_all(tmp_path) == Undone(["resize rollout"]) and sizes == {"pools/rollout": 5}
+    UndoRegistry(tmp_path).note(Undo.RESIZE, **noted)
+    info.unlink()
+    assert undo_all(tmp_path) == Undone(), "the cluster is down"
+    assert not UndoRegistry(tmp_path).pending()
