@@ -188,6 +188,8 @@ def test_run_against_a_job_that_runs_ends_with_its_minutes_and_leaves_the_job(
     steps = [event["step"] for event in events if event["kind"] == Kind.STEP]
     assert steps and steps[0] > 1, "its steps of before are not of this run"
     assert not outcome.aborted and (outcome.folder / "report.html").exists()
+    assert outcome.failed and "run: the observer saw no change of etcd" in outcome.wrong, "nobody has observed this one"
+    assert "I1" in outcome.unseen
 
 
 @pytest.mark.timeout(60)
