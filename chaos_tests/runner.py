@@ -251,6 +251,7 @@ class _Play:
         self._target, self._scenario, self._schedule, self._folder = target, scenario, schedule, folder
         self._log, self._aborts, self._limits, self._say = event_log, aborts, limits, say
         self._sampler = Sampler(target.cluster, target.reader, target.api)
+        self._traffic = list[Traffic]()
         self._secret = target.cluster_keys.submission("")
         """Prefix of the keys that have the environment of whoever submitted a job, sealed."""
 
@@ -266,9 +267,9 @@ class _Play:
         pollers = [_Poller(poll, every_s) for poll, every_s in (
             (steps.poll, _POLL_S), (_Events(target, self._log).poll, _POLL_S),
             (self._sample_store, _SAMPLE_S), (self._sample_processes, _SAMPLE_S))]
-        traffic, mark = list[Traffic](), None
+        mark: int | None = None
         try:
-            traffic += self._traffic()
+            self._begin_traffic(changes=False)
             self._inject(steps)
             if target.own and not self._over():
                 self._say("stopping the job")
@@ -280,7 +281,7 @@ class _Play:
                 mark = _answered(lambda: target.reader.put(f"{target.keys.root}{_LAST_KEY}", b""), time.monotonic())
         finally:
             endings: list[Callable[[], None]] = [
-                *(partial(_end_traffic, each, mark) for each in traffic), *(poller.close for poller in pollers),
+                *(partial(_end_traffic, each, mark) for each in self._traffic), *(poller.close for poller in pollers),
                 partial(_end_observer, observer, mark)]
             for finish in endings:
                 try:
@@ -290,10 +291,12 @@ class _Play:
                     problems.append(e.message if isinstance(e, ElasticRLError) else f"{type(e).__name__}: {e}")
         return {**end, "problems": problems, "revision": mark}
 
-    def _traffic(self) -> Iterator[Traffic]:
-        """What goes on on a cluster of the run's own: others may not have what it does to theirs."""
+    def _begin_traffic(self, *, changes: bool) -> None:
+        """Begins what goes on on a cluster of the run's own: others may not have what it does to theirs. ``changes``:
+        as of ``Workload``."""
         for n, name in enumerate(self._scenario.traffic if self._target.own else ()):
-            yield WORKLOADS[name].make(self._target, self._schedule.seed + n, self._log).start()
+            if WORKLOADS[name].changes == changes:
+                self._traffic.append(WORKLOADS[name].make(self._target, self._schedule.seed + n, self._log).start())
 
     def _inject(self, steps: _Steps) -> None:
         """Returns when the run is to end, with all undone that faults have left."""
@@ -332,7 +335,9 @@ class _Play:
             if self._limits.aborts_itself and (why := self._reason(injector)):
                 self._aborts.request(why)
                 return
-            began_s = time.monotonic() if began_s is None and steps.newest else began_s
+            if began_s is None and steps.newest:
+                began_s = time.monotonic()
+                self._begin_traffic(changes=True)
             if steps.newest != newest or injector.under_way:
                 newest, progress_s = steps.newest, time.monotonic()
             if self._target.own and time.monotonic() > progress_s + self._limits.recovery_s:
