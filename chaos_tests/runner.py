@@ -237,9 +237,15 @@ def _versions() -> dict[str, str]:
 
 def _commit() -> str:
     """Of the checkout that this package is of; "" where it is of none."""
-    asked = subprocess.run(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
-                           capture_output=True, encoding="utf-8", check=False) if which("git") else None
-    return asked.stdout.strip() if asked is not None and not asked.returncode else ""
+    root = Path(__file__).resolve().parents[1]
+
+    def asked(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, encoding="utf-8", check=False)
+        return done.stdout.strip() if not done.returncode else ""
+
+    # An installed package may be below a checkout of something else.
+    return asked("describe", "--always", "--dirty") if which("git") and asked("rev-parse", "--show-toplevel") == str(
+        root) else ""
 
 
 # -- one run -----------------------------------------------------------------------------------------------------------

@@ -428,10 +428,20 @@ def _run_to_end(run: Callable[[Callable[[AbortSwitch], None]], Outcome]) -> Outc
 
 @contextmanager
 def _signals(on_signal: Callable[[str], object]) -> Iterator[None]:
-    """Within the block, SIGINT, SIGTERM and SIGHUP end nothing but call ``on_signal``: a cluster that is being brought
-    up or taken down is not left half done."""
+    """Within the block, the first SIGINT, SIGTERM or SIGHUP ends nothing but calls ``on_signal``: a cluster that is
+    being brought up or taken down is not left half done. After it each does what it did before the block."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {n: signal.signal(n, lambda number, frame: on_signal(signal.Signals(number).name)) for n in numbers}
+
+    def first(number: int, frame: object) -> None:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+        on_signal(signal.Signals(number).name)
+        _progress(f"{signal.Signals(number).name}: the run ends, and undoes what can be undone; a second one ends the "
+                  "command at once")
+
+    before = {n: signal.getsignal(n) for n in numbers}
+    for n in numbers:
+        signal.signal(n, first)
     try:
         yield
     finally:
