@@ -37,7 +37,7 @@ class Kind(StrEnum):
     ``witness`` ("" when it was not seen to happen), ``injected_at`` (when it struck), ``detected_at``,
     ``healed_at`` (unix s or None), ``waited_s`` (for its victim, before ``injected_at``), ``may_go_unnoticed`` (whether
     nobody has to detect it), ``said`` (what the job's status said that it waits for), ``problem`` (why it did not
-    happen or was not seen to heal)."""
+    happen or was not seen to heal), ``breaks`` (the rule that it found broken; "")."""
     OPERATION = "operation"
     """An operation of a client, as ``chaos_tests.history.Operation`` has it: ``client``, ``key``, ``call``,
     ``argument``, ``began_s``, ``ended_s``, ``result``; ``model`` names the sequential model that judges it."""
@@ -104,6 +104,7 @@ _MOST_S = 1e12
 _Types = frozenset[type[Any]]
 _TEXT: _Types = frozenset({str})
 _NUMBER: _Types = frozenset({int})
+_NUMBER_OR_NONE: _Types = frozenset({int, type(None)})
 _TIME: _Types = frozenset({int, float})
 _TIME_OR_NONE: _Types = frozenset({int, float, type(None)})
 _OBJECT: _Types = frozenset({dict})
@@ -112,7 +113,8 @@ _TYPES: Mapping[str, Sequence[tuple[Sequence[str], _Types, bool]]] = {
     Kind.RUN: ((("scenario", "target", "commit"), _TEXT, False),
                (("arguments", "traffic", "must_see"), _LIST_OR_NONE, False),
                (("schedule", "settings", "versions", "floor"), _OBJECT, False)),
-    Kind.FAULT: ((("name",), _TEXT, True), (("injected_at", "detected_at", "healed_at"), _TIME_OR_NONE, False)),
+    Kind.FAULT: ((("name",), _TEXT, True), (("breaks",), _TEXT, False),
+                 (("injected_at", "detected_at", "healed_at"), _TIME_OR_NONE, False)),
     Kind.OPERATION: ((("key",), _TEXT, True), (("began_s",), _TIME, True), (("ended_s",), _TIME_OR_NONE, False)),
     Kind.CHANGE: ((("revision",), _NUMBER, True), (("key",), _TEXT, True), (("create",), _NUMBER, False),
                   (("put",), frozenset({bool}), True), (("value",), _TEXT, False)),
@@ -123,7 +125,7 @@ _TYPES: Mapping[str, Sequence[tuple[Sequence[str], _Types, bool]]] = {
     Kind.EVENT: ((("name", "subject", "message"), _TEXT, True),),
     Kind.NOTIFICATION: ((("alert", "subject", "phase"), _TEXT, True),),
     Kind.LEFTOVER: ((("what",), _TEXT, True),),
-    Kind.END: ((("report", "records"), _OBJECT, False), (("revision",), _NUMBER | {type(None)}, False),
+    Kind.END: ((("report", "records"), _OBJECT, False), (("revision",), _NUMBER_OR_NONE, False),
                (("alerts", "committed_steps", "problems"), _LIST_OR_NONE, False),
                (("phase", "aborted"), _TEXT, False)),
 }

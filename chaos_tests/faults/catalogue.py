@@ -47,7 +47,7 @@ _ETCD_AWAY_S = 15.0
 """Longer than every lease."""
 _BEYOND_LEASE_S = 12.0
 """For which a process is stopped, or has its GIL held, that is to come back when others take it for dead."""
-_DISK_S, _BUSY_S, _PULSES_S, _RECORDS_S, _SECOND_ACTOR_S, _DRIVER_STOPPED_S = 15.0, 15.0, 15.0, 10.0, 10.0, 40.0
+_DISK_S, _BUSY_S, _PULSES_S, _RECORDS_S, _SECOND_ACTOR_S = 15.0, 15.0, 15.0, 10.0, 10.0
 
 
 class Part(StrEnum):
@@ -148,6 +148,8 @@ _OTHERS: Mapping[str, Entry] = {
     "rollout_paused": _struck("rollout", Way.PAUSED, Part.ROLES, "SIGSTOP of the replica of rollout, and SIGCONT"),
     "driver_exited": _struck("driver", Way.EXITED, Part.DRIVER, "the driver exits with code 0 in the middle of a job"),
     "driver_terminated": _struck("driver", Way.TERMINATED, Part.DRIVER, "SIGTERM of the driver"),
+    "driver_paused": _struck("driver", Way.PAUSED, Part.DRIVER,
+                             "SIGSTOP of the driver: its run kills it, and the next one takes over"),
     "run_killed": _struck("run", Way.KILLED, Part.RUN, "kill -9 of the process of the run", needs={Need.OUTSIDE}),
     "router_exited": _struck("router", Way.EXITED, Part.ROUTER, "the router exits with code 0"),
     "router_paused": _struck("router", Way.PAUSED, Part.ROUTER, "SIGSTOP of the router, and SIGCONT"),
@@ -211,8 +213,8 @@ _OTHERS: Mapping[str, Entry] = {
                              takes_replica=False),
     # -- logical
     "stale_leader": Entry(StaleLeader, Part.COORDINATORS, "the leader is stopped until another leads, and comes back"),
-    "zombie_driver": Entry(lambda c: ZombieDriver(c, _DRIVER_STOPPED_S), Part.DRIVER,
-                           "the driver is stopped until the next one has taken over, and comes back"),
+    "zombie_driver": Entry(ZombieDriver, Part.DRIVER,
+                           "the driver is stopped while the next generation begins, and comes back"),
     "racing_requests": Entry(RacingRequests, Part.API, "clients of the API change one pool at the same time",
                              takes_replica=False),
 }

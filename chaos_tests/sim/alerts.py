@@ -14,12 +14,13 @@ from elastic_rl.coordinator.alerts.controller import AlertController
 from elastic_rl.coordinator.alerts.notifier import NOT_LEADING, Notification
 from elastic_rl.coordinator.alerts.receiver_queue import WINDOW_S, AttemptResult, NotificationGroup, ReceiverQueue
 from elastic_rl.coordinator.alerts.receivers import Receiver
-from elastic_rl.coordinator.alerts.state_machine import Alert, Condition, Phase
+from elastic_rl.coordinator.alerts.state_machine import Alert, Condition, Phase, notified_entry
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Changed, ChangedRanges, Compare, KeyValue, Op
+from elastic_rl.etcd.decoding import R, RangeDecoder
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import JobStatus, Member, Record, Severity, Silence
 
@@ -51,8 +52,7 @@ class MemoryEtcd:
         return self.kvs.get(key)
 
     def range(self, prefix: str, *, revision: int = 0) -> tuple[list[KeyValue], int]:
-        found = sorted((kv for k, kv in self.kvs.items() if k.startswith(prefix)), key=lambda kv: kv.key)
-        return found, self.revision
+        return [self.kvs[key] for key in sorted(key for key in self.kvs if key.startswith(prefix))], self.revision
 
     def changed(self, prefixes: Sequence[str], keys: Sequence[str], *, since: int, limit: int) -> ChangedRanges:
         """See ``EtcdClient.changed``."""
@@ -152,7 +152,7 @@ class SlowSender:
                     del self.attempts[name]
                     self._results[name] = AttemptResult(notification.group_id, notification.attempt, False, NOT_LEADING)
                     continue
-                self._simulation.attempts[name].append(self._simulation.t)
+                self._simulation.begin(name, notification)
                 attempt.starts = -1.0
             if attempt.starts < 0 and self._simulation.t >= attempt.ends:
                 if attempt.arrives:
@@ -205,7 +205,10 @@ class AlertSimulation:
         self.events: list[tuple[int, Condition | None, str]] = []
         self.delivered: list[Delivered] = []
         self.attempts: dict[str, list[float]] = defaultdict(list)
+        self.repeated: list[str] = []
+        """Notifications that were sent once more, although their delivery had been recorded."""
         self.opened: dict[str, Alert] = {}
+        self._alerts, self._queues = RangeDecoder(Alert), RangeDecoder(ReceiverQueue)
         self.finished = False
         """Whether the run is over. It can be resumed."""
         self.unhealthy: dict[str, str] = {}
@@ -214,6 +217,15 @@ class AlertSimulation:
     def health(self, receiver: str) -> str:
         """healthy, dead (nothing arrives) or mute (it arrives, and the answer is lost)."""
         return self.unhealthy.get(receiver, "healthy")
+
+    def begin(self, receiver: str, notification: Notification) -> None:
+        """An attempt to send goes out."""
+        self.attempts[receiver].append(self.t)
+        group = self.etcd.groups[notification.group_id]
+        entry = notified_entry(group.phase, receiver)
+        known = [Alert.decode(kv.value) for kv in self.etcd.range(KEYS.alerts_prefix())[0]]
+        if all(entry in alert.notified for alert in known if alert.id in group.alerts):
+            self.repeated.append(f"{self.t:.0f} s: {receiver} is sent the {group.phase} of {', '.join(group.alerts)}")
 
     def deliver(self, receiver: str, notification: Notification) -> None:
         group = self.etcd.groups[notification.group_id]
@@ -231,7 +243,7 @@ class AlertSimulation:
     def restart(self, service: str) -> None:
         """A service of the local cluster ended and was started again, which is a one-time event."""
         revision = self.etcd.put(KEYS.event(f"{len(self.events):06}"), Cursor(revision=0))
-        event = events.build(event_kinds.DCS_RESTARTED, service, "m", severity=Severity.WARNING)
+        event = events.build(event_kinds.DCS_RESTARTED, service, "m", severity=Severity.WARNING, at=self.t)
         self.events.append((revision, rules.report(event, revision), ""))
 
     def prune_events(self) -> None:
@@ -297,10 +309,16 @@ class AlertSimulation:
             leader.controller.deliver()
         except Fenced:
             assert not self.leads(leader)
-        for kv in self.etcd.range(KEYS.alerts_prefix())[0]:
-            alert = Alert.decode(kv.value)
+        for alert in self.stored(self._alerts, KEYS.alerts_prefix()):
             if alert.phase is not Phase.PENDING:
                 self.opened.setdefault(alert.id, alert)
+
+    def stored(self, decoder: RangeDecoder[R], prefix: str) -> list[R]:
+        """The records under a prefix. Each of them can be read."""
+        unreadable: dict[str, str] = {}
+        found = decoder.decode(self.etcd.range(prefix)[0], unreadable)
+        assert not unreadable, unreadable
+        return found
 
     def tick(self) -> None:
         self.t += TICK_S
@@ -323,7 +341,7 @@ class AlertSimulation:
     @property
     def settled(self) -> bool:
         """Whether no alert and no notification is left."""
-        queues = [ReceiverQueue.decode(kv.value) for kv in self.etcd.range(KEYS.receivers_prefix())[0]]
+        queues = self.stored(self._queues, KEYS.receivers_prefix())
         return not self.etcd.range(KEYS.alerts_prefix())[0] and not any(q.in_flight for q in queues)
 
     def run_until_settled(self, seconds: float) -> None:
@@ -421,8 +439,10 @@ def check_order_and_rate(sim: AlertSimulation) -> None:
 
 
 def check_all_delivered(sim: AlertSimulation) -> None:
-    """Each episode of each fault is one alert, and its audience got the start and the end of each alert."""
+    """Each episode of each fault is one alert, and its audience got the start and the end of each alert: once, and once
+    more only where the answer of the receiver was lost."""
     assert sim.settled, "something is still pending"
+    assert not sim.repeated, f"what was delivered is sent again: {sim.repeated}"
     kinds = Counter(a.subject for a in sim.opened.values())
     assert kinds == {f.subject: f.episodes for f in sim.faults if f.episodes}
     delivered = {(i, d.receiver, d.phase) for d in sim.delivered for i in d.alerts}

@@ -13,7 +13,8 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 from chaos_tests.sim.election import TTL_S, ElectionWorld, Node, Process, Replica
 from elastic_rl.coordinator import cluster_pass
@@ -39,7 +40,9 @@ from elastic_rl.etcd.cluster_records import (
     ServiceStatus,
     driver_of,
 )
+from elastic_rl.etcd.decoding import RangeDecoder
 from elastic_rl.etcd.keys import ROOT, ClusterKeys, Keys
+from elastic_rl.etcd.record import Record
 from elastic_rl.etcd.transaction import Compare, KeyValue, Op
 from elastic_rl.host.agent import duties, restart_policy
 from elastic_rl.host.agent.duties import Adopt, AgentLease, KnownOrders, LocalSingleton, Order, Start, Stop
@@ -80,6 +83,15 @@ _JOB_EDGES = {
     *((live, end) for live in (JobPhase.STARTING, JobPhase.RUNNING)
       for end in (JobPhase.FINISHED, JobPhase.FAILED, JobPhase.STOPPED)),
 }
+
+
+R = TypeVar("R", bound=Record)
+
+
+@lru_cache(10_000)
+def _decoded(kind: type[R], raw: bytes) -> R:
+    """A record of its bytes. The rules look at the same ones all the time."""
+    return kind.decode(raw)
 
 
 class Violation(Exception):
@@ -197,6 +209,7 @@ class ClusterWorld(ElectionWorld):
     def _lead(self, r: Replica) -> Process:
         """Reconciles while the replica leads, as far as it can know."""
         term, base_s, began_at, persisted = 0, 0.0, 0.0, float("-inf")
+        decoders: dict[str, RangeDecoder[Any]] = {}
         while True:
             yield self.rng.uniform(0.1, 0.4) / r.rate
             if r.protocol is None or not r.protocol.leads:
@@ -209,7 +222,7 @@ class ClusterWorld(ElectionWorld):
                 term, began_at, persisted = r.protocol.revision, self._clock(r), float("-inf")
                 base_s = next((float(kv.value) for kv in kvs if kv.key == KEYS.leader_clock()), 0.0)
             leader_s = base_s + self._clock(r) - began_at
-            reading = self._reading(kvs, revision, leader_s)
+            reading = self._reading(kvs, revision, leader_s, decoders)
             for write in cluster_pass.cluster_pass(reading, self.limits):
                 guard = self._guard(r)
                 if guard is None:
@@ -220,8 +233,9 @@ class ClusterWorld(ElectionWorld):
                 put = Op.put(KEYS.leader_clock(), str(leader_s).encode())
                 yield from self._call(r, lambda g=guard, p=put: self._txn_of(r, g, p))  # type: ignore[misc]
 
-    def _reading(self, kvs: list[KeyValue], revision: int, leader_s: float) -> ClusterReading:
-        return ClusterReading.of(KEYS, kvs, revision, leader_s, {})
+    def _reading(self, kvs: list[KeyValue], revision: int, leader_s: float,
+                 decoders: dict[str, RangeDecoder[Any]]) -> ClusterReading:
+        return ClusterReading.of(KEYS, kvs, revision, leader_s, {}, decoders)
 
     def _guard(self, r: Replica) -> list[Compare] | None:
         """The fencing token of a replica; None when it does not lead."""
@@ -236,11 +250,11 @@ class ClusterWorld(ElectionWorld):
         raw = before.value if before is not None else None
         match write.record:
             case HostState():
-                self._host_written(write.key, HostState.decode(raw) if raw else None, write.record)
+                self._host_written(write.key, _decoded(HostState, raw) if raw else None, write.record)
             case Assignment():
-                self._assignment_written(write.key, Assignment.decode(raw) if raw else Assignment(), write.record)
+                self._assignment_written(write.key, _decoded(Assignment, raw) if raw else Assignment(), write.record)
             case JobState():
-                self._job_written(write.key, JobState.decode(raw) if raw else None, write.record)
+                self._job_written(write.key, _decoded(JobState, raw) if raw else None, write.record)
 
     def _txn_of(self, r: Replica, compares: list[Compare], *ops: Op) -> int:
         """A transaction of a leader. Only the one that leads by etcd's word may change anything (I1)."""
@@ -288,7 +302,7 @@ class ClusterWorld(ElectionWorld):
         if spec.cordoned or spec.drain is not None and spec.drain.incarnation in ("", after.incarnation):
             self._fail(f"{name} was assigned to {after.host}, which takes nothing more")
         registered = self.etcd.keys.get(KEYS.host(after.host))
-        if registered is None or Host.decode(registered.value).incarnation != after.incarnation:
+        if registered is None or _decoded(Host, registered.value).incarnation != after.incarnation:
             self._fail(f"{name} was assigned to {after.incarnation}, which is not registered")
 
     def _older_is_fenced(self, name: str, host: SimHost) -> None:
@@ -319,11 +333,11 @@ class ClusterWorld(ElectionWorld):
 
     def _spec(self, name: str) -> HostSpec:
         found = self.etcd.keys.get(KEYS.host_spec(name))
-        return HostSpec.decode(found.value) if found is not None else HostSpec()
+        return _decoded(HostSpec, found.value) if found is not None else HostSpec()
 
     def _host_phase(self, name: str) -> HostPhase | None:
         found = self.etcd.keys.get(KEYS.host_state(name))
-        return HostState.decode(found.value).phase if found is not None else None
+        return _decoded(HostState, found.value).phase if found is not None else None
 
     def _power_on(self, host: SimHost) -> None:
         host.boot, host.powered, host.processes, host.newest = host.boot + 1, True, [], {}
@@ -408,7 +422,7 @@ class ClusterWorld(ElectionWorld):
             return
         kvs, revision = self.etcd.range(KEYS.assignments_prefix()), self.etcd.revision
         yield self._latency(agent)
-        orders = {kv.key.removeprefix(KEYS.assignments_prefix()): Order(Assignment.decode(kv.value), kv.version)
+        orders = {kv.key.removeprefix(KEYS.assignments_prefix()): Order(_decoded(Assignment, kv.value), kv.version)
                   for kv in kvs}
 
         def arrive() -> Process:
@@ -492,7 +506,7 @@ class ClusterWorld(ElectionWorld):
             self._fail(f"{name} was started on {host.name}, which is lost")
         assigned = self.etcd.keys.get(KEYS.assignment(name))
         if assigned is not None and assigned.version == generation:
-            now = Assignment.decode(assigned.value)
+            now = _decoded(Assignment, assigned.value)
             if (now.host, now.incarnation) != (host.name, host.incarnation):
                 self._fail(f"{name} of generation {generation} was started on {host.incarnation}, for {now}")
         process = SimProcess(name, host.rate, cut_until=host.cut_until, pid=next(self._pids), host=host,
@@ -531,7 +545,7 @@ class ClusterWorld(ElectionWorld):
                 process.ended = True
                 return
             found = yield from self._call(process, lambda: (
-                JobRecord.decode(self.etcd.keys[KEYS.job(job)].value), self.etcd.keys.get(_progress(job))))
+                _decoded(JobRecord, self.etcd.keys[KEYS.job(job)].value), self.etcd.keys.get(_progress(job))))
             if not found:
                 continue
             record, progress = found[0]
@@ -553,7 +567,7 @@ class ClusterWorld(ElectionWorld):
         found = yield from self._call(process, lambda: self.etcd.keys.get(key))
         if not found:
             return said
-        before = RunStatus.decode(found[0].value) if found[0] is not None else None
+        before = _decoded(RunStatus, found[0].value) if found[0] is not None else None
         if before is not None and before.submission == submission and (before.phase.ended or before.phase is phase):
             return before.phase
         compares = [guard, Compare.mod(key, "==", found[0].mod_revision if found[0] is not None else 0)]
@@ -578,7 +592,7 @@ class ClusterWorld(ElectionWorld):
 
     def _job_state(self, name: str) -> JobState | None:
         found = self.etcd.keys.get(KEYS.job_state(name))
-        return JobState.decode(found.value) if found is not None else None
+        return _decoded(JobState, found.value) if found is not None else None
 
     def _submit(self, name: str, record: JobRecord) -> None:
         self.etcd.txn([], [Op.put(KEYS.job(name), record.encode())])
@@ -600,7 +614,7 @@ class ClusterWorld(ElectionWorld):
             self.etcd.txn([], [Op.delete(KEYS.host_spec(host.name))])
 
     def _change_job(self, name: str) -> None:
-        record, state = JobRecord.decode(self.etcd.keys[KEYS.job(name)].value), self._job_state(name)
+        record, state = _decoded(JobRecord, self.etcd.keys[KEYS.job(name)].value), self._job_state(name)
         if state is not None and state.phase.ended and state.submission == record.submission:
             self._steps[name] += self.rng.choice([3, 10])
             self._submit(name, record.replace(submission=record.submission + 1, stopped=False))
@@ -752,14 +766,14 @@ class ClusterWorld(ElectionWorld):
 
     def _wants_driver(self, name: str) -> bool:
         state = self._job_state(name)
-        record = JobRecord.decode(self.etcd.keys[KEYS.job(name)].value)
+        record = _decoded(JobRecord, self.etcd.keys[KEYS.job(name)].value)
         return (state is not None and state.phase.live and not record.stopped
                 and self._run_phase(name, state.submission) is not JobPhase.FINISHED)
 
     def _run_phase(self, name: str, submission: int) -> JobPhase | None:
         """The phase that the run of a submission has written."""
         found = self.etcd.keys.get(KEYS.run_status(name))
-        status = RunStatus.decode(found.value) if found is not None else None
+        status = _decoded(RunStatus, found.value) if found is not None else None
         return status.phase if status is not None and status.submission == submission else None
 
     def _carried_out(self, name: str) -> bool:

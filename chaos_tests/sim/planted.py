@@ -13,18 +13,19 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 from unittest import mock
 
-from chaos_tests.sim.cluster import ClusterWorld
 from chaos_tests.sim.pipeline import Trainer
 from chaos_tests.sim.worlds import WORLDS, Failure, failures
 from elastic_rl.coordinator import cluster_pass
+from elastic_rl.coordinator.alerts import receiver_queue
 from elastic_rl.coordinator.assignments import state_machine as assignments
 from elastic_rl.coordinator.cluster_pass import ClusterWrite
+from elastic_rl.coordinator.election.protocol import ElectionProtocol
 from elastic_rl.coordinator.hosts import state_machine as hosts
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import GroupLedger
 from elastic_rl.etcd.cluster_records import Assignment, HostPhase
-from elastic_rl.etcd.transaction import Op
+from elastic_rl.etcd.transaction import Compare, Op
 from elastic_rl.host.agent import duties
 from elastic_rl.host.agent.duties import AgentLease
 from elastic_rl.pipeline import schedule
@@ -245,7 +246,11 @@ def _start_of_an_older_generation(patch: Patch) -> None:
 
 
 def _leader_writes_without_its_guard(patch: Patch) -> None:
-    patch.setattr(ClusterWorld, "_guard", lambda self, replica: [])
+    patch.setattr(ElectionProtocol, "guard", property(lambda self: Compare.create(self.key, ">", -1)))
+
+
+def _recorded_deliveries_are_sent_again(patch: Patch) -> None:
+    patch.setattr(receiver_queue, "without_notified", lambda queue, known: queue)
 
 
 def _adoption_by_name(patch: Patch) -> None:
@@ -351,6 +356,10 @@ PLANTED: tuple[Planted, ...] = (
             "an agent goes back to an older reading of its assignments", _start_of_an_older_generation, 1),
     Planted("leader-writes-without-its-guard", "cluster", "I1",
             "a leader that was replaced writes", _leader_writes_without_its_guard, 52),
+    Planted("leader-writes-without-its-term", "election", "I1",
+            "a replica that was replaced writes as the leader", _leader_writes_without_its_guard, 2),
+    Planted("recorded-deliveries-are-sent-again", "alerts", "I9",
+            "a new leader repeats an alert that was delivered", _recorded_deliveries_are_sent_again, 1),
     Planted("adoption-by-name", "cluster", "I1",
             "a restarted agent adopts a service of an older generation", _adoption_by_name, 1),
     Planted("restarted-agent-ends-what-runs", "cluster", "I12",

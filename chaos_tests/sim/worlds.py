@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
 
 from chaos_tests.sim import alerts, cluster, election
 from chaos_tests.sim.flow import ASYNC_LIMITS, AsyncWorld
@@ -28,6 +30,11 @@ def _async_liars(seed: int) -> None:
     AsyncWorld(seed, replace(ASYNC_LIMITS, max_staleness=seed % 5, drop_limit=DropLimit(1.0, 64)), lies=0.1).run()
 
 
+def function_of(module: str, function: str) -> Callable[[int], Any]:
+    """A function of a world that takes seconds to import, and is needed by few commands."""
+    return lambda seed: getattr(import_module(f"chaos_tests.sim.{module}"), function)(seed)
+
+
 WORLDS: Mapping[str, SimWorld] = {
     "steps": SimWorld("a synchronous run: trainers, actors, engines and etcd die", lambda seed: World(seed).run()),
     "steps-sft": SimWorld("a supervised job", lambda seed: World(seed, replace(PLAN, mode="sft")).run()),
@@ -45,6 +52,10 @@ WORLDS: Mapping[str, SimWorld] = {
     "election": SimWorld("replicas that lead: pauses, partitions, expired leases, wrong clocks", election.run),
     "cluster": SimWorld("leader and host agents: hosts lose power and network and come back", cluster.run),
     "alerts": SimWorld("alerts from fault to receiver: leaders die in each write, receivers fail", alerts.run),
+    "versions": SimWorld("versions from publisher to reader: publishers and nodes die, epochs end, bytes change",
+                         function_of("catalog", "run")),
+    "engines": SimWorld("drivers and engines: take-overs, global restarts, drains, what is left of an epoch",
+                        function_of("engines", "run")),
 }
 
 

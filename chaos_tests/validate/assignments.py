@@ -1,85 +1,53 @@
-"""I1 and I12 of the runs of jobs: one host holds each, a move has a reason, and only its holder's driver writes. Pure
-checks of the store's history."""
+"""I1 and I12 of light runs (``traffic.driver_writes``), beside what ``fencing`` says of assignments: only the driver of
+the host that holds a run writes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby, pairwise
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
 
+from chaos_tests.event_log import Kind
 from chaos_tests.observation import Change
 from chaos_tests.traffic.driver_writes import PREFIX, Driver
-from elastic_rl.etcd.cluster_records import HostPhase, driver_of
+from chaos_tests.validate.fencing import Assignments, Held
+from chaos_tests.validate.replay import Replay, Transaction
+from elastic_rl.etcd.cluster_records import driver_of
 from elastic_rl.etcd.keys import ClusterKeys
 
-_GONE = (HostPhase.DRAINING, HostPhase.LEFT, HostPhase.LOST)
-"""Phases of a host from which what it holds moves."""
-_FIT = (HostPhase.READY,)
-"""Phases in which a host is given something."""
 
+class LightWrites(Assignments):
+    """Each write of a light run is of the driver on the host that holds it, in the present generation."""
 
-@dataclass(frozen=True)
-class Held:
-    """An assignment, as of one revision."""
+    keys = (*Assignments.keys, PREFIX)
+    judges = "assignments, and writes of drivers"
 
-    generation: int
-    host: str
-    incarnation: str
+    def __init__(self, keys: ClusterKeys) -> None:
+        super().__init__()
+        self._keys = keys
+
+    def transaction(self, found: Transaction) -> None:
+        super().transaction(found)
+        for step in found.steps:
+            if step.put and step.name.startswith(PREFIX):
+                self.judged += 1
+                driver, job = Driver(**json.loads(step.value)), step.key.removeprefix(PREFIX).partition("/")[0]
+                now = self.held(self._keys.assignment(driver_of(job))) or Held(0, "", "")
+                if (driver.assignment, driver.host) != (now.generation, now.host):
+                    self.violated(f"{step.at()}: a driver on {driver.host} of generation {driver.assignment} has "
+                                  f"written while {now.host or 'no host'} has generation {now.generation}", step.event)
 
 
 def check(changes: Sequence[Change], keys: ClusterKeys) -> list[str]:
     """What is wrong with the assignments, and with the writes of light runs. ``changes``: of all keys, from a revision
     on at which nothing was assigned yet."""
-    return [*_found(changes, keys)]
-
-
-def _found(changes: Sequence[Change], keys: ClusterKeys) -> Iterator[str]:
-    held, phases, incarnations = dict[str, Held](), dict[str, str](), dict[str, str]()
-    of_hosts, of_states = keys.hosts_prefix(), keys.host_states_prefix()
-    of_assignments = keys.assignments_prefix()
-    for revision, together in groupby(changes, key=lambda c: c.revision):
-        batch = list(together)
-        for change in batch:
-            if change.put and change.key.startswith(of_states):
-                phases[change.key.removeprefix(of_states)] = json.loads(change.value)["phase"]
-            elif change.put and change.key.startswith(of_hosts):
-                incarnations[change.key.removeprefix(of_hosts)] = json.loads(change.value)["incarnation"]
-        for change in batch:
-            if change.key.startswith(of_assignments):
-                singleton = change.key.removeprefix(of_assignments)
-                before = held.get(singleton, Held(0, "", ""))
-                if not change.put:
-                    yield f"{revision}: the assignment of {singleton} was deleted: its generations begin again"
-                    continue
-                record = json.loads(change.value)
-                now = held[singleton] = Held(before.generation + 1, record.get("host", ""),
-                                             record.get("incarnation", ""))
-                yield from (f"{revision}: {singleton}: {problem}" for problem in _move(
-                    before, now, record, phases, incarnations))
-            elif change.put and change.key.startswith(PREFIX):
-                yield from (f"{revision}: {problem}" for problem in _write(change, held))
-
-
-def _move(before: Held, now: Held, record: dict[str, Any], phases: dict[str, str], incarnations: dict[str, str]
-          ) -> Iterator[str]:
-    if not now.host:
-        return
-    if phases.get(now.host) not in _FIT:
-        yield f"it was given to {now.host}, which is {phases.get(now.host, 'unknown')}"
-    moved_from_living = before.host not in ("", now.host) and phases.get(before.host) not in _GONE
-    if moved_from_living and incarnations.get(before.host) == before.incarnation and before.host not in {
-            failed["host"] for failed in record.get("failed", [])}:
-        yield f"it was taken from {before.host}, which is {phases.get(before.host)}, and given to {now.host}"
-
-
-def _write(change: Change, held: dict[str, Held]) -> Iterator[str]:
-    driver = Driver(**json.loads(change.value))
-    now = held.get(driver_of(change.key.removeprefix(PREFIX).partition("/")[0]), Held(0, "", ""))
-    if (driver.assignment, driver.host) != (now.generation, now.host):
-        yield (f"a driver on {driver.host} of generation {driver.assignment} has written while {now.host or 'no host'} "
-               f"has generation {now.generation}")
+    checker = LightWrites(keys)
+    replay = Replay([checker])
+    for change in changes:
+        replay.change({"kind": Kind.CHANGE, **asdict(change)})
+    replay.flush()
+    return [violation.what for violation in checker.violations]
 
 
 def superseded(drivers: Sequence[Driver]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import ClassVar
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate.replay import Transaction, below, is_job
 from chaos_tests.validate.training import same_weights
-from chaos_tests.validate.verdict import OWN_TARGETS, RUN, Checker
+from chaos_tests.validate.verdict import OWN_TARGETS, RULES, RUN, Checker
 from elastic_rl.coordinator.alerts.state_machine import Phase
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.keys import Keys
@@ -38,8 +38,8 @@ _FIRST_S = 5.0
 """The same of the first one."""
 _STATUS, _ALERTS = below(Keys("j").job_status()), below(Keys("j").alerts_prefix())
 COMPARED_SHARE = 0.8
-"""Least share of the steps on the newest weights that have to compare log-probs: of a few, what was measured is lost
-with the loop that did it."""
+"""Least share of the steps on the newest weights that have to compare log-probs, where no more are missing than there
+were faults: what a step has measured is lost with the loop that did it."""
 
 
 def began(fault: Event) -> float:
@@ -47,7 +47,8 @@ def began(fault: Event) -> float:
 
 
 def happened(fault: Event) -> bool:
-    return bool(fault.get("witness")) and fault.get("injected_at") is not None
+    """Whether it was seen to happen; what has found a broken rule has happened."""
+    return bool(fault.get("witness") or fault.get("breaks")) and fault.get("injected_at") is not None
 
 
 def victims(fault: Event) -> int:
@@ -144,7 +145,9 @@ class WorthSomething(FaultChecker):
             self.violated(f"{count} records of {kind} are missing, of those that were written")
         self._planned()
         self._floor()
-        if self._compared < COMPARED_SHARE * self._comparable:
+        missing_comparisons = self._comparable - self._compared
+        if self._comparable and (not self._compared or missing_comparisons > max(
+                (1.0 - COMPARED_SHARE) * self._comparable, len(self.happened))):
             self.violated(f"{self._compared} of {self._comparable} steps on the newest weights compare the log-probs "
                           f"of engines with those of the trainer, below {COMPARED_SHARE:.0%}")
 
@@ -191,7 +194,13 @@ class Recoveries(FaultChecker):
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
+        for fault in self.faults:
+            if fault.get("breaks") in RULES:
+                self.violated(f"{fault['name']} of {fault.get('target')}: {fault.get('problem')}", fault,
+                              rule=str(fault["breaks"]))
         for fault in self.happened:
+            if fault.get("breaks") in RULES:
+                continue
             unnoticed = bool(fault.get("may_go_unnoticed")) and fault.get("detected_at") is None
             for moment, after in [("healed_at", "injected_at")] if unnoticed else [
                     ("detected_at", "injected_at"), ("healed_at", "detected_at")]:
@@ -424,11 +433,32 @@ def of_fault(alert: Event) -> bool:
 
 _SLOWNESS = ("busy_cores", "_slow", "_late", "_lossy")
 """How names of faults end that make work slow and nothing else: they are no excuse for a fault that is found."""
+_LOSSES = (".dead", ".hung")
+"""How kinds of events end that say that a member is lost."""
+_TAKES: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(("engine", "all_engines", "scheduler"), frozenset({"engine"})),
+    **dict.fromkeys(("rollout", "advantages", "router"), frozenset[str]()),
+    **dict.fromkeys(("actor", "second_actor"), frozenset({"actor"})),
+    "trainer": frozenset({"critic", "actor_fwd", "reference"}),
+    **dict.fromkeys(("dcs", "chunk"), frozenset({"dcs", "engine"}))}
+"""How names of faults begin that strike one part, and the roles that lose members with it beside those that the fault
+names. Others, of etcd, hosts, Ray, the run, its driver or a coordinator, may be seen in any part."""
+
+
+def explains(fault: Event, event: Event) -> bool:
+    """Whether a fault may be the reason for what an event says: one that strikes a part is none for the loss of a
+    member of another part."""
+    name, kind = str(fault["name"]), str(event["name"])
+    taken = next((roles for begin, roles in _TAKES.items() if name.startswith(begin)), None)
+    if taken is None or not kind.endswith(_LOSSES):
+        return True
+    role = kind.partition(".")[0]
+    return role in taken or role in name or role in str(fault.get("target"))
 
 
 # -- I14 ---------------------------------------------------------------------------------------------------------------
 class SlowWork(FaultChecker):
-    """No fault is found, and nothing is restarted, where none was injected."""
+    """No fault is found, and nothing is restarted, where none was injected that strikes it."""
 
     rule = "I14"
     reads = frozenset({Kind.FAULT, Kind.EVENT})
@@ -446,12 +476,15 @@ class SlowWork(FaultChecker):
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
-        injected = [(began(fault) - 1.0, ended(fault) + AFTER_S) for fault in self.faults
+        injected = [fault for fault in self.faults
                     if fault.get("injected_at") is not None and not str(fault["name"]).endswith(_SLOWNESS)]
         for event in self._found:
-            if not any(begin <= float(event["at"]) <= until for begin, until in injected):
-                self.violated(f"{event['name']} of {event['subject']}, when no fault was under way: {event['message']}",
-                              event)
+            under_way = [fault for fault in injected
+                         if began(fault) - 1.0 <= float(event["at"]) <= ended(fault) + AFTER_S]
+            if not any(explains(fault, event) for fault in under_way):
+                when = "that strikes it " if under_way else ""
+                self.violated(f"{event['name']} of {event['subject']}, when no fault {when}was under way: "
+                              f"{event['message']}", event)
 
     def evidence(self) -> str:
         return f"{self._events} events, of which {len(self._found)} are of faults" if self._events else ""

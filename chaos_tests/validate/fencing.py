@@ -3,8 +3,12 @@ and what names one was written while it was the present one."""
 
 from __future__ import annotations
 
-from chaos_tests.validate.replay import Transaction, below
+from dataclasses import dataclass
+from typing import ClassVar
+
+from chaos_tests.validate.replay import Step, Transaction, below
 from chaos_tests.validate.verdict import Checker
+from elastic_rl.etcd.cluster_records import HostPhase
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 
 _JOB, _CLUSTER = Keys("j"), ClusterKeys("c")
@@ -12,6 +16,11 @@ _EPOCH, _LEADERSHIP = below(_JOB.epoch()), below(_JOB.leadership())
 _NUMBERED = (_EPOCH, below(_JOB.driver()), below(_JOB.actor_term()))
 _FORMATIONS, _RESTARTS = below(_JOB.formation("")), below(_JOB.restarts_prefix())
 _ASSIGNMENTS, _RUN_STATUSES = below(_CLUSTER.assignments_prefix()), below(_CLUSTER.run_statuses_prefix())
+_HOSTS, _HOST_STATES = below(_CLUSTER.hosts_prefix()), below(_CLUSTER.host_states_prefix())
+_GONE = (HostPhase.DRAINING.value, HostPhase.LEFT.value, HostPhase.LOST.value)
+"""Phases of a host from which what it holds moves."""
+_FIT = (HostPhase.READY.value,)
+"""Phases in which a host is given something."""
 
 
 class Tokens(Checker):
@@ -32,7 +41,7 @@ class Tokens(Checker):
                 continue
             key, before = step.key, self._last.get(step.key)
             if not step.put:
-                if any(step.scope + name in found.after.present for name in self.keys):
+                if any(step.scope + name in found.after.present for name in self.keys) and not found.ended(step.scope):
                     self.violated(f"{step.at()} was deleted: its numbers begin again", step.event)
                 self._last.pop(key, None)
                 continue
@@ -94,42 +103,75 @@ class Restarts(Checker):
                 self.violated(f"{step.at()}: request {done_before} is open again", step.event)
 
 
+@dataclass(frozen=True)
+class Held:
+    """An assignment, as of one revision."""
+
+    generation: int
+    host: str
+    incarnation: str
+
+
 class Assignments(Checker):
     """A singleton has one key, whose version is its generation: the key is never deleted, or a generation would be
-    given out twice. The run's status is written by the holder of the present generation alone."""
+    given out twice. It is given to a host that is fit, and moves from one that lives only where that has failed it. The
+    run's status is written by the holder of the present generation alone."""
 
     rule = "I1"
-    keys = (_ASSIGNMENTS, _RUN_STATUSES)
+    keys: ClassVar[tuple[str, ...]] = (_ASSIGNMENTS, _RUN_STATUSES, _HOSTS)
     judges = "assignments, and statuses of runs of known ones"
 
     def __init__(self) -> None:
         super().__init__()
-        self._generation = dict[str, int]()
+        self._held, self._incarnations = dict[str, Held](), dict[str, str]()
 
     def gap(self, first: int, last: int) -> None:
-        self._generation.clear()
+        self._held.clear()
+        self._incarnations.clear()
 
     def transaction(self, found: Transaction) -> None:
-        before = dict(self._generation)
+        before = dict(self._held)
         for step in found.steps:
-            if not step.name.startswith(_ASSIGNMENTS):
-                continue
-            self.judged += 1
-            if not step.put:
-                self.violated(f"{step.at()} was deleted, so that its generations are given out again", step.event)
-                self._generation.pop(step.key, None)
-            elif step.created:
-                self._generation[step.key] = 1
-            elif step.before is not None and step.key in self._generation:
-                self._generation[step.key] += 1
-            else:  # its past is unseen, and with it its generation
-                self._generation.pop(step.key, None)
+            if step.name.startswith(_HOSTS) and step.new:
+                self._incarnations[step.key] = str(step.new.get("incarnation", ""))
+        for step in found.steps:
+            if step.name.startswith(_ASSIGNMENTS):
+                self.judged += 1
+                self._assigned(found, step)
         for step in found.steps:
             if step.name.startswith(_RUN_STATUSES) and (written := step.new.get("generation", 0)):
                 now = before.get(f"{step.scope}{_ASSIGNMENTS}driver/{step.name.removeprefix(_RUN_STATUSES)}")
                 self.judged += now is not None
-                if now is not None and written != now:
-                    self.violated(f"{step.at()} was written under generation {written} in generation {now}", step.event)
+                if now is not None and written != now.generation:
+                    self.violated(f"{step.at()} was written under generation {written} in generation {now.generation}",
+                                  step.event)
+
+    def held(self, key: str) -> Held | None:
+        """The assignment under a key; None where it is not known."""
+        return self._held.get(key)
+
+    def _assigned(self, found: Transaction, step: Step) -> None:
+        before = self._held.pop(step.key, None)
+        if not step.put:
+            self.violated(f"{step.at()} was deleted: its generations begin again", step.event)
+            return
+        if before is None and not step.created:
+            return  # its past is unseen, and with it its generation
+        before = before if before is not None else Held(0, "", "")
+        now = self._held[step.key] = Held(before.generation + 1, str(step.new.get("host", "")),
+                                          str(step.new.get("incarnation", "")))
+        if not now.host:
+            return
+        phases = {host: found.after.get(f"{step.scope}{_HOST_STATES}{host}").get("phase") for host in (
+            before.host, now.host)}
+        lives = phases[before.host] not in (None, *_GONE) and self._incarnations.get(
+            f"{step.scope}{_HOSTS}{before.host}") == before.incarnation
+        if phases[now.host] not in (None, *_FIT):
+            self.violated(f"{step.at()} was given to {now.host}, which is {phases[now.host]}", step.event)
+        elif before.host not in ("", now.host) and lives and before.host not in {
+                failed["host"] for failed in step.new.get("failed", [])}:
+            self.violated(f"{step.at()} was taken from {before.host}, which is {phases[before.host]}, and given to "
+                          f"{now.host}", step.event)
 
 
 CHECKERS: tuple[type[Checker], ...] = (Tokens, Formations, Restarts, Assignments)

@@ -90,8 +90,8 @@ class Routable(Checker):
         elif ahead:
             self.violated(f"{step.at()} has version {version}, and the head is {head}", step.event)
         self._newest[step.key] = (runner, newest if ahead else max(version, newest))
-        if new.get("state") != "ready" or step.past_unseen or step.old.get("state") == "ready" and _same_runner(step):
-            return
+        if new.get("state") != "ready" or not step.created and step.old.get("state") != "syncing":
+            return  # from another state it does not become ready, which ``Engines`` judges
         epoch = found.before(step.scope + _EPOCH).get("number")
         if not version or new.get("applying"):
             self.violated(f"{step.at()} became ready with version {version} while version {new.get('applying', 0)} was "

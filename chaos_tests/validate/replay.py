@@ -14,9 +14,11 @@ from typing import Any, ClassVar
 
 from chaos_tests.event_log import Event
 from chaos_tests.validate.verdict import Checker
-from elastic_rl.etcd.keys import ROOT, ClusterKeys
+from elastic_rl.etcd.job_records import ENDED_PHASES
+from elastic_rl.etcd.keys import ROOT, ClusterKeys, Keys
 
 _CLUSTERS = ClusterKeys("c").root.removesuffix("c/")
+_STATUS = Keys("j").job_status().removeprefix(Keys("j").root)
 FIRST_REVISION = 100
 """A history that begins before this revision is that of a cluster from its start."""
 _MOST_ABSENT = 50_000
@@ -101,6 +103,8 @@ class Store:
     """Keys that were seen to be deleted and are not there, the newest last."""
     whole: bool = False
     """Whether all changes were seen, from the first one on."""
+    _folders: dict[str, dict[str, None]] = field(default_factory=dict)
+    """The keys that are there, by what is before the last slash of them."""
 
     def lacks(self, key: str) -> bool:
         """Whether a key is known not to be there."""
@@ -109,16 +113,22 @@ class Store:
     def get(self, key: str) -> Mapping[str, Any]:
         return record(self.present[key]) if key in self.present else {}
 
-    def under(self, prefix: str) -> list[str]:
-        return [key for key in self.present if key.startswith(prefix)]
+    def under(self, folder: str) -> list[str]:
+        """The keys right below ``folder``, which ends with a slash."""
+        return [*self._folders.get(folder, ())]
 
     def apply(self, event: Event) -> Step:
         key = event["key"]
-        step = Step(event, self.present.pop(key, None))
+        step, folder = Step(event, self.present.pop(key, None)), key[:key.rfind("/") + 1]
         if event["put"]:
             self.present[key] = event
+            self._folders.setdefault(folder, {})[key] = None
             self.absent.pop(key, None)
         else:
+            keys = self._folders.get(folder, {})
+            keys.pop(key, None)
+            if not keys:
+                self._folders.pop(folder, None)
             self.absent[key] = None
             if len(self.absent) > _MOST_ABSENT:
                 del self.absent[next(iter(self.absent))]
@@ -143,6 +153,10 @@ class Transaction:
 
     def step(self, key: str) -> Step | None:
         return self._by_key.get(key)
+
+    def ended(self, scope: str) -> bool:
+        """Whether the job with these keys is known to have ended: what is deleted then, I15 judges."""
+        return self.after.get(scope + _STATUS).get("phase") in ENDED_PHASES
 
     def before(self, key: str) -> Mapping[str, Any]:
         """The record that a key had before the transaction."""

@@ -149,7 +149,7 @@ class Heads(_Catalog):
     def _head(self, found: Transaction, step: Step, stream: str) -> None:
         last = self._last.get(step.key, 0)
         if not step.put:
-            if not _catalog_deleted(found, step.scope):
+            if not _catalog_deleted(found, step.scope) and not found.ended(step.scope):
                 self.violated(f"{step.at()} was deleted", step.event)
             self._last.pop(step.key, None)
             return

@@ -31,9 +31,10 @@ class ObservedOrder(Checker):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last = 0
+        self._last = self._unseen = 0
 
     def gap(self, first: int, last: int) -> None:
+        self._unseen += max(0, last - first + 1)
         if first <= self._last or last < first:
             self.violated(f"the observer lost revisions {first} to {last} after {self._last}")
         self._last = max(self._last, last)
@@ -54,6 +55,10 @@ class ObservedOrder(Checker):
             self.violated(self.lacks)
         elif self._last < until:
             self.violated(f"the observer saw etcd up to revision {self._last}, and the run ended at {until}")
+
+    def evidence(self) -> str:
+        gaps = f", and {self._unseen:,} revisions not: they were compacted before" if self._unseen else ""
+        return super().evidence() + gaps if self.judged else ""
 
 
 class Watches(Checker):

@@ -80,8 +80,8 @@ def _status(api: AdminClient, run: dict[str, Any], output: Format) -> Reading:
     if found["operations"]:
         parts += ["", tables.table(operation_rows(found["operations"]), OPERATION, output, wide=OPERATION_WIDE)]
     # What is pending may pass by itself, as at a normal start: `elastic-rl alerts` has it.
-    if fired := [alert for alert in found["alerts"] if alert.get("phase") != "pending"]:
-        parts += ["", tables.table(alert_rows(fired), ALERT, output, wide=ALERT_WIDE)]
+    if firing := [alert for alert in found["alerts"] if alert.get("phase") == "firing"]:
+        parts += ["", tables.table(alert_rows(firing), ALERT, output, wide=ALERT_WIDE)]
     if waits := waiting_rows(found["members"]):
         parts += ["", tables.table(waits, _WAITING, output)]
     parts += ["", tables.table(found["members"], _MEMBER, output, wide=_MEMBER_WIDE)]

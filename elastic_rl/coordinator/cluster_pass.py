@@ -12,7 +12,7 @@ singleton on a host that was just cordoned, one more job than may run at once.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -126,10 +126,16 @@ class ClusterReading:
         """The reading of all keys of the cluster. A record that cannot be read is left out and reported in
         ``unreadable``, by key. ``decoders``: by prefix, kept for the next reading."""
         decoders = decoders if decoders is not None else {}
+        ranges = defaultdict[str, list[KeyValue]](list)
+        root = len(keys.root)
+        for kv in kvs:
+            ranges[kv.key[:kv.key.find("/", root) + 1] or kv.key].append(kv)  # its prefix, or a key without one
 
         def stored(prefix: str, kind: type[R]) -> dict[str, Stored[R]]:
-            decoder: RangeDecoder[R] = decoders.setdefault(prefix, RangeDecoder(kind))
-            found = decoder.decode_with_keys((kv for kv in kvs if kv.key.startswith(prefix)), unreadable)
+            decoder: RangeDecoder[R] | None = decoders.get(prefix)
+            if decoder is None:
+                decoder = decoders[prefix] = RangeDecoder(kind)
+            found = decoder.decode_with_keys(ranges[prefix], unreadable)
             return {kv.key[len(prefix):]: Stored(record, kv.mod_revision, kv.version) for record, kv in found}
 
         found = cls(revision, leader_s, stored(keys.hosts_prefix(), Host),

@@ -76,6 +76,15 @@ class _Slot:
     """Where it was to be placed when it began."""
 
 
+def draining(raw: bytes | None) -> bytes | None:
+    """The record of an engine that is to leave the pool in the place of this one. An end stays an end, which its runner
+    may have written since the driver read the record: no state comes after it."""
+    now = decode_bytes(raw, Engine) if raw else None
+    if now is None or now.state.ended:
+        return raw
+    return now.replace(state=EngineState.DRAINING, updated_at=time.time()).encode()
+
+
 class EnginePool:
     """Level-triggered: each ``reconcile`` reads etcd and Ray again, and keeps only handles in memory. It waits for
     nothing: engines that wait for room, start or end are looked at again in the next pass."""
@@ -294,7 +303,7 @@ class EnginePool:
             return
         self._emit(event_kinds.ENGINE_DRAINING, engine_id, f"engine {engine_id} leaves the pool")
         if record:
-            self._set_state(record, EngineState.DRAINING)
+            self.etcd.update(self.keys.engine(record.id), draining, guards=self._writer.guards)
         slot.draining = True
         slot.placed.ask("drain")
         slot.placed.kill_after(self._cfg.drain_timeout_s + _END_GRACE_S)
@@ -311,13 +320,6 @@ class EnginePool:
         log.warning("ending engine %s, after it has written its stacks: %s", engine_id, reason)
         slot.killed_because = reason
         slot.placed.end(grace_s=_STACKS_GRACE_S, method="kill_hung")
-
-    def _set_state(self, record: Engine, state: EngineState) -> None:
-        def change(raw: bytes | None) -> bytes | None:
-            now = decode_bytes(raw, Engine) if raw else None
-            return raw if now is None else now.replace(state=state, updated_at=time.time()).encode()
-
-        self.etcd.update(self.keys.engine(record.id), change, guards=self._writer.guards)
 
     def _reap(self, records: dict[str, Engine]) -> None:
         """Removes engines that have ended, with their records and the files that a killed one leaves. One that ended

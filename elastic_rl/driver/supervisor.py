@@ -230,10 +230,14 @@ class DriverSupervisor:
 
     def _wait(self, driver: subprocess.Popen[bytes]) -> None:
         """Returns when the driver has ended, or a restart of the job is requested. For a restart of the driver it is
-        killed and not asked: it may hang, and where it does not it would end what it has started."""
-        next_read = 0.0
+        killed and not asked: it may hang, and where it does not it would end what it has started. One that is stopped
+        (SIGSTOP) for longer than a member's lease is killed too: the leader finds it dead, and it would never end."""
+        next_read, watched = 0.0, processes.StoppedProcesses(self._ctx.config.coordinator.lease_ttl_s)
         while driver.poll() is None:
             self._on_tick()
+            if watched.lost(time.monotonic(), [driver.pid] if processes.is_stopped(driver.pid) else []):
+                log.warning("the driver %d is stopped: it is killed, and the next one takes over", driver.pid)
+                driver.kill()
             if time.monotonic() >= next_read:
                 with contextlib.suppress(EtcdUnavailable):  # running work continues without etcd
                     if (request := self._request()) is not None:

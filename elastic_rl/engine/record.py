@@ -26,7 +26,7 @@ def requested(before: Engine, record: Engine) -> Engine:
     """
     if record.state.ended:
         return record
-    if before.state is EngineState.QUARANTINED:
+    if before.state.ended:
         return before
     state, straggler = record.state, before.straggler
     is_behind = straggler is not None and bool(straggler.needs)
@@ -55,6 +55,11 @@ class EngineRecord:
     def _is_own(self, record: Engine) -> bool:
         return record.incarnation == self._incarnation
 
+    def _declared_dead(self, record: Engine) -> Fenced:
+        """A runner that was stopped, or cut off, for so long that the leader has ended its engine: the driver replaces
+        it, and would kill it while it serves."""
+        return Fenced(f"engine {self._id} was declared dead meanwhile: {record.reason}")
+
     def superseded(self) -> bool:
         """Whether another runner of the same engine has written the record; false without etcd."""
         try:
@@ -64,18 +69,22 @@ class EngineRecord:
         return record is not None and not self._is_own(record)
 
     def read(self) -> tuple[bool, Engine | None]:
-        """Whether there is a record, and the record, if it can be read. Raises Fenced for one of another runner."""
+        """Whether there is a record, and the record, if it can be read. Raises Fenced for one of another runner, and
+        for one that the leader has ended."""
         found = self._seen = self._etcd.get(self._key)
         record = readable_one(found, Engine)
         self._existed |= record is not None and self._is_own(record)
         if record is not None and not self._is_own(record):
             raise Fenced(f"another runner has taken over engine {self._id}")
+        if record is not None and record.state is EngineState.DEAD:
+            raise self._declared_dead(record)
         return found is not None, record
 
     def write(self, record: Engine, guards: Sequence[Compare] = ()) -> Engine:
         """Writes the record, and returns what is there then (``requested``): in one transaction, unless somebody else
         has changed the record since this runner saw it. Raises EtcdUnavailable, Fenced when the epoch is over, another
-        runner has taken over or the record was deleted, and Conflict when one of the ``guards`` does not hold."""
+        runner has taken over, the leader has declared the engine dead or the record was deleted, and Conflict when one
+        of the ``guards`` does not hold."""
         written, superseded = record, False
         seen, self._seen = self._seen, None
 
@@ -91,6 +100,9 @@ class EngineRecord:
                     superseded = True
                     raise Fenced(f"another runner has taken over engine {self._id}")
                 before = None  # of the same external engine under an earlier driver
+            if before and before.state is EngineState.DEAD and not record.state.ended:
+                superseded = True
+                raise self._declared_dead(before)
             if before is not None and (written := requested(before, record)) is before:
                 return raw or b""
             return written.encode()

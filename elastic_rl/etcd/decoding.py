@@ -64,12 +64,13 @@ def decode_bytes(raw: bytes, kind: type[R]) -> R | None:
 
 
 class RangeDecoder(Generic[R]):
-    """Decodes the records of one range again and again; each revision of a record is decoded once."""
+    """Decodes the records of one range again and again; a record is decoded again when its value has changed. A
+    revision does not tell that: an etcd that was restored from a backup counts them once more."""
 
     def __init__(self, kind: type[R], key_of: Callable[[R], str] | None = None) -> None:
         """``key_of``: the key that a record must lie under; one that lies elsewhere counts as unreadable."""
         self._kind, self._key_of = kind, key_of
-        self._known: dict[str, tuple[int, R | None, str]] = {}
+        self._known: dict[str, tuple[bytes, R | None, str]] = {}
 
     def decode(self, kvs: Iterable[KeyValue], unreadable: MutableMapping[str, str]) -> list[R]:
         """The records that can be read; the others are reported in ``unreadable``, by key."""
@@ -78,11 +79,11 @@ class RangeDecoder(Generic[R]):
     def decode_with_keys(self, kvs: Iterable[KeyValue], unreadable: MutableMapping[str, str]
                          ) -> list[tuple[R, KeyValue]]:
         """Decodes as ``decode`` does, and gives the key of each record too."""
-        known: dict[str, tuple[int, R | None, str]] = {}
+        known: dict[str, tuple[bytes, R | None, str]] = {}
         found: list[tuple[R, KeyValue]] = []
         for kv in kvs:
             entry = self._known.get(kv.key)
-            if entry is None or entry[0] != kv.mod_revision:
+            if entry is None or entry[0] != kv.value:
                 entry = self._decode(kv)
             known[kv.key] = entry
             if entry[1] is not None:
@@ -92,12 +93,12 @@ class RangeDecoder(Generic[R]):
         self._known = known  # keys that are gone are forgotten
         return found
 
-    def _decode(self, kv: KeyValue) -> tuple[int, R | None, str]:
+    def _decode(self, kv: KeyValue) -> tuple[bytes, R | None, str]:
         reasons: dict[str, str] = {}
         record = decode(kv, self._kind, reasons)
         if record is not None and self._key_of is not None and (key := self._key_of(record)) != kv.key:
-            return kv.mod_revision, None, f"its record belongs under {key}"
-        return kv.mod_revision, record, reasons.get(kv.key, "")
+            return kv.value, None, f"its record belongs under {key}"
+        return kv.value, record, reasons.get(kv.key, "")
 
 
 def _describe(error: ValidationError) -> str:

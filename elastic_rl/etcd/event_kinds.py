@@ -254,7 +254,10 @@ SAMPLES_UNPUBLISHED = EventKind("samples.unpublished", "samples of a policy vers
 QUEUE_REPLACED = EventKind("queue.replaced", "an actor of TransferQueue was gone or did not answer, or three calls in "
                            "a row took longer than `train.queue_call_timeout_s`: all are replaced, and what was queued "
                            "is generated again", alert="queue.replaced", one_time=True)
-VERSION_DROPPED = EventKind("version.dropped", "a version could not be published", alert="publish.failed")
+VERSION_DROPPED = EventKind("version.dropped", "a version could not be published, as when a DCS node has died; its "
+                            "weights are published again")
+VERSION_FAILING = EventKind("version.failing", "a version could not be published, and neither could any other one for "
+                            "half a minute or longer", alert="publish.failed")
 VERSION_REPUBLISHED = EventKind("version.republished", "engines lack a version, and no DCS node has all of its chunks "
                                 "any more, so its weights are published again")
 TRACKER_FAILED = EventKind("tracker.failed", "a tracker gets no more metrics")

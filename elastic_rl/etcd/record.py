@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, NoReturn, Self
@@ -26,7 +25,7 @@ class Record(BaseModel):
     def decode(cls, raw: bytes) -> Self:
         """Raises ValidationError, also for numbers that JSON, or 64 bits, do not have: who reads the record next, such
         as a client of the API, could not."""
-        if _MAY_BE_ODD.search(raw):
+        if may_be_odd(raw):
             require_plain_numbers(cls.__name__, raw)
         return cls.model_validate_json(raw)
 
@@ -35,8 +34,17 @@ class Record(BaseModel):
         return self.model_copy(update=changes)
 
 
-_MAY_BE_ODD = re.compile(rb"NaN|Infinity|[eE]\+?[0-9]{3}|[0-9]{19}")
-"""What every record with such a number has somewhere, and hardly any other record."""
+_PLAIN = bytes.maketrans(b"123456789E", b"000000000e")
+_LONG = b"0" * 19
+
+
+def may_be_odd(raw: bytes) -> bool:
+    """Whether there is somewhere what every record with such a number has, and hardly any other record. Each record is
+    looked through each time that it is read: as a regular expression this took more than the decoding."""
+    digits = raw.translate(_PLAIN)
+    return _LONG in digits or b"e000" in digits or b"e+000" in digits or b"NaN" in raw or b"Infinity" in raw
+
+
 _MOST, _LEAST = (1 << 64) - 1, -(1 << 63)
 """Ids of etcd's members have 64 bits without a sign."""
 

@@ -147,7 +147,7 @@ class FaultInjector(threading.Thread):
     def _play(self, fault: Fault) -> None:
         began = time.time()
         times: dict[str, float | None] = {"injected_at": began, "detected_at": None, "healed_at": None}
-        step, target, witness, problem = 0, "", "", ""
+        step, target, witness, problem, breaks = 0, "", "", "", ""
         unnoticed = bool(getattr(fault, "may_go_unnoticed", False))
         with self._lock:
             self.under_way = {**self.under_way, fault: began}
@@ -179,11 +179,13 @@ class FaultInjector(threading.Thread):
             problem = str(e)
         except Exception as e:  # whatever it is, the record says that this fault did not happen, or was not seen to end
             problem = str(e) if isinstance(e, ElasticRLError) else f"{type(e).__name__}: {e}"
+            breaks = str(getattr(e, "breaks", ""))
             log.exception("fault %s", fault.name)
             # What was done is in the record, whatever came afterwards.
             witness = witness or "; ".join(what for _, what in self.context.struck)
         record = {"name": fault.name, "step": step, "target": target, "state": str(getattr(fault, "state", "")),
-                  "witness": witness, "problem": problem, "said": getattr(fault, "said", ""),
+                  "witness": witness, "problem": problem, "breaks": breaks,
+                  "said": getattr(fault, "said", ""),
                   "waited_s": max(0.0, float(times["injected_at"] or began) - began), "may_go_unnoticed": unnoticed,
                   "meanwhile": self._meanwhile(times), **times}
         with self._lock:

@@ -22,7 +22,10 @@ from elastic_rl.runtime.waiting import wait_until
 
 
 class FencingBroken(ElasticRLError):
-    """A write was accepted of somebody who has been replaced (I1)."""
+    """A write was accepted of somebody who has been replaced."""
+
+    breaks = "I1"
+    """The rule that this breaks, for the record of the fault."""
 
 
 class StaleLeader(Killed):
@@ -64,15 +67,11 @@ class StaleLeader(Killed):
 
 
 class ZombieDriver(Killed):
-    """The driver is stopped until the next one has taken the job over, where that happens, and goes on then: it is
-    fenced off and ends, and a write under its generation is refused."""
+    """The driver is stopped, the next generation of drivers begins meanwhile, as on another host, and it goes on then:
+    it is fenced off and ends, and a write under its generation is refused. It is stopped for a moment only, since its
+    run kills one that stays stopped."""
 
     name, may_go_unnoticed = "zombie_driver", True
-
-    def __init__(self, context: FaultContext, seconds: float) -> None:
-        """``seconds``: for which it is stopped at most, where nobody takes over."""
-        super().__init__(context)
-        self.seconds = seconds
 
     def inject(self) -> tuple[str, str]:
         etcd, keys, answered = self.context.etcd, self.context.keys, self.context.answered
@@ -81,30 +80,23 @@ class ZombieDriver(Killed):
         generation, epoch = fencing.current_driver(etcd, keys), fencing.current_epoch(etcd, keys)
         self._victim, self.at = psutil.Process(driver.pid), time.time()
         with stopped(self.context, self._victim):
-            end = time.monotonic() + self.seconds
-            while time.monotonic() < end and answered(lambda: fencing.current_driver(etcd, keys)) == generation:
-                self.context.ended.wait(0.1)
-        taken_over = answered(lambda: fencing.current_driver(etcd, keys)) > generation
+            begun = answered(lambda: fencing.begin_driver(etcd, keys, epoch, "chaos"))
         try:
             answered(FencedWriter.of_driver(etcd, keys, epoch, generation).require)
-            refused = ""
         except Fenced as e:
             refused = f"a write under its generation was refused: {e.message}"
-            taken_over = False
-        if taken_over:
+        else:
             raise FencingBroken(f"a write of the driver's generation {generation}, which is over, was accepted")
-        if not refused:  # nobody has taken over: it was no zombie
-            return f"driver (generation {generation})", ""
         return f"driver (generation {generation})", (
-            f"pid {driver.pid} was stopped for {time.time() - self.at:.1f} s; {refused}")
+            f"pid {driver.pid} was stopped for {time.time() - self.at:.1f} s, and generation {begun} began; {refused}")
 
     def detected(self) -> bool:
         return self.context.has_event(event_kinds.DRIVER_RESTARTED, self.at)
 
     def is_back(self) -> bool:
-        """One driver works, and no other one runs."""
+        """Another driver works, and the zombie has ended."""
         pids = [m.pid for m in self.context.members("driver")]
-        return len(pids) == 1 and (not runs(self._victim) or self._victim.pid in pids)
+        return len(pids) == 1 and self._victim.pid not in pids and not runs(self._victim)
 
 
 class RacingRequests(Killed):

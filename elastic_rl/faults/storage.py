@@ -86,21 +86,21 @@ class ChunksDamaged(Killed):
                                           and not e.external and e.pid), None),
                             timeout_s=INJECT_TIMEOUT_S, what="an engine that is ready")
         pid = _node(self.context)
-        folder = self._folder(pid)
+        folder, node = self._folder(pid), next((r.id for r in _records(self.context) if r.pid == pid), "")
         head = reads.head(self.context.etcd, self.context.keys, "policy")
         self._desired, self._victim, self.at = self.context.desired(), engine.id, time.time()
         # The driver does not replace the engine before the files are damaged: both are stopped meanwhile.
-        node = self.context.kill(pid)
+        killed = self.context.kill(pid)
         files = [path for path in folder.glob("[0-9a-f][0-9a-f]/*") if "." not in path.name]
         for path in files:
             _damage(path, torn=self.torn)
         witness = self.context.kill(engine.pid)
         if not files:
-            return f"disk of the DCS node, engine {engine.id}", ""
+            return f"disk of the DCS node {node}, engine {engine.id}", ""
         how = "lost its second half" if self.torn else "had a bit flipped"
-        return f"disk of the DCS node, engine {engine.id}", (
+        return f"disk of the DCS node {node}, engine {engine.id}", (
             f"each of {len(files)} chunks on disk {how} while pid {pid} was dead, head {head.number if head else 0}; "
-            f"{node}; {witness}")
+            f"{killed}; {witness}")
 
     @staticmethod
     def _folder(pid: int) -> Path:

@@ -54,14 +54,14 @@ class Republish:
     With one replica a node that dies takes the chunks along that were not on its disk yet. A committed version may then
     be one that nobody can fetch, while the trainer has the very weights. An engine that lacks a version for several
     times as long as its last pull took may be waiting for that, or merely be slow: so this asks for a look, which is
-    dear, and not for a publish. What was published again and is lost once more is looked at ever less often, up to an
-    hour."""
+    dear, and not for a publish. One that has found corrupt copies only is not slow: the first look is at once. What was
+    published again and is lost once more is looked at ever less often, up to an hour."""
 
     def __init__(self, first_pull_s: float) -> None:
         """``first_pull_s``: how long the first pull of an engine, of which nothing is known, may take."""
         self._first_pull_s = first_pull_s
         self._since: dict[str, float] = {}
-        self._times = 0
+        self._times, self._has_looked = 0, False
 
     def is_due(self, now: float, behind: Sequence[Engine]) -> bool:
         """Whether to look now; ``looked`` is called then. ``behind``: the engines that run and lack the version. Call
@@ -71,7 +71,11 @@ class Republish:
         usual_s = max(FIRST_S, _PULLS * longest_pull_s)
 
         def over(engine: Engine) -> bool:
-            limit_s = usual_s if engine.version or engine.pull_apply_s else max(usual_s, self._first_pull_s)
+            is_corrupt = engine.corrupt_version > engine.version
+            if is_corrupt and not self._has_looked:
+                return True
+            is_first_pull = not (engine.version or engine.pull_apply_s or is_corrupt)
+            limit_s = max(usual_s, self._first_pull_s) if is_first_pull else usual_s
             return now - self._since[engine.id] >= doubled_s(self._times + 1, limit_s, max(limit_s, _MAX_S))
 
         return any(map(over, behind))  # not all: each engine that comes would begin the time of the others again
@@ -79,6 +83,7 @@ class Republish:
     def looked(self, now: float, *, lost: bool) -> None:
         """``lost``: it is published again now."""
         self._times += lost
+        self._has_looked = True
         self._since = dict.fromkeys(self._since, now)
 
 

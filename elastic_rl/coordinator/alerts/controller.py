@@ -18,11 +18,11 @@ from elastic_rl.coordinator.alerts.conditions import Thresholds, conditions
 from elastic_rl.coordinator.alerts.notifier import Notification
 from elastic_rl.coordinator.alerts.receiver_queue import AttemptResult, ReceiverQueue, SendLimits
 from elastic_rl.coordinator.alerts.receivers import Receiver
-from elastic_rl.coordinator.alerts.state_machine import Alert, Changes, Condition
+from elastic_rl.coordinator.alerts.state_machine import Alert, Changes, Condition, PendingNotice
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
-from elastic_rl.etcd.decoding import decode_all
+from elastic_rl.etcd.decoding import RangeDecoder
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.known_ranges import KnownRanges
 from elastic_rl.etcd.records import Event, Severity, Silence
@@ -75,6 +75,8 @@ class AlertController:
                  leads: Callable[[], bool], clock: Callable[[], float]) -> None:
         self._keys, self._cfg, self._sender = keys, cfg, sender
         self._known = KnownRanges(etcd, [keys.silences_prefix(), keys.receivers_prefix(), keys.alerts_prefix()])
+        self._silences, self._queues, self._alerts = (
+            RangeDecoder(Silence), RangeDecoder(ReceiverQueue), RangeDecoder(Alert))
         self._guarded, self._leads, self._clock = guarded, leads, clock
         self._limits = SendLimits(cfg.alerts.group_wait_s, cfg.alerts.max_notifications_per_minute)
         self._thresholds = Thresholds.from_config(cfg)
@@ -92,7 +94,7 @@ class AlertController:
         kept = [Condition(a.kind, a.subject, a.message, a.severity) for a in known if a.open and a.kind in unknown]
         found = rules.merge_by_fault(
             [*others, *kept, *conditions(snapshot, now, self._thresholds, {a.key for a in known if a.open}).values(),
-             *rules.with_causes(reports, snapshot)], known, now)
+             *rules.with_causes(reports, snapshot)], known)
         holding: dict[str, Condition] = {}
         for condition in found:
             if not condition.revision:
@@ -110,9 +112,10 @@ class AlertController:
         unreadable: dict[str, str] = {}
         silences, queues, alerts = (found.values() for found in self._known.ranges.values())
         return StoredAlerts(
-            self._known.revision, {a.id: (a, kv.mod_revision) for a, kv in decode_all(alerts, Alert, unreadable)},
-            {q.receiver: (q, kv.mod_revision) for q, kv in decode_all(queues, ReceiverQueue, unreadable)},
-            [s for s, _ in decode_all(silences, Silence, unreadable)], unreadable)
+            self._known.revision,
+            {a.id: (a, kv.mod_revision) for a, kv in self._alerts.decode_with_keys(alerts, unreadable)},
+            {q.receiver: (q, kv.mod_revision) for q, kv in self._queues.decode_with_keys(queues, unreadable)},
+            self._silences.decode(silences, unreadable), unreadable)
 
     def audience(self, alert: Alert) -> list[str]:
         return receivers.audience(alert, self._sender.receivers, self._cfg.alerts.severity_tags)
@@ -133,8 +136,12 @@ class AlertController:
                 entries.setdefault(alert_id, set()).add(entry)
         if not self._mark_notified(stored, entries):
             return
+        known = {i: alert for i, (alert, _) in stored.alerts.items()}
+        audiences = {i: self.audience(alert) for i, alert in known.items()}
         for name in names:
-            self._send_next(now, stored, queues[name], idle=name in idle)
+            due = [notice for i, alert in known.items() if name in audiences[i]
+                   for notice in state_machine.due_notices(alert, [name])]
+            self._send_next(now, stored, queues[name], known, due, idle=name in idle)
         for name, (_, revision) in stored.queues.items():
             if name not in names:  # no longer in the configuration
                 key = self._keys.receiver(name)
@@ -171,13 +178,13 @@ class AlertController:
             _undelivered_event, changes.undelivered)]
 
     # -- delivering ---------------------------------------------------------------------------------------------
-    def _send_next(self, now: float, stored: StoredAlerts, queue: ReceiverQueue, *, idle: bool) -> None:
-        """Writes a receiver's queue and, when the receiver is idle, sends what is due to it."""
+    def _send_next(self, now: float, stored: StoredAlerts, queue: ReceiverQueue, known: Mapping[str, Alert],
+                   due: Sequence[PendingNotice], *, idle: bool) -> None:
+        """Writes a receiver's queue and, when the receiver is idle, sends what is due to it. ``known``: all alerts, by
+        id."""
         name = queue.receiver
         before, revision = stored.queues.get(name, (ReceiverQueue(receiver=name), 0))
-        known = {i: a for i, (a, _) in stored.alerts.items()}
         queue = receiver_queue.without_notified(queue, known)
-        due = [n for a in known.values() if name in self.audience(a) for n in state_machine.due_notices(a, [name])]
         sends = receiver_queue.next_send(now, queue, due, self._limits) if idle else None
         queue, key = sends or queue, self._keys.receiver(name)
         if queue != before and not self._guarded([_unchanged(key, revision)], [Op.put(key, queue.encode())]):

@@ -38,7 +38,13 @@ def report(event: Event, revision: int) -> Condition | None:
     one_time = known is not None and known.one_time
     severity = Severity.ERROR if event.severity is Severity.INFO and not one_time else event.severity
     return Condition(kind or event.kind, event.subject, event.message, severity, notify_resolved=not one_time,
-                     revision=revision)
+                     revision=revision, at=_happened_at(event))
+
+
+def _happened_at(event: Event) -> float:
+    """When what the event reports happened: a host reports the start of a service once that has run for a while."""
+    started = event.data.get("started_at")
+    return started if isinstance(started, float) else event.at
 
 
 def resolved_key(event: Event, job: str) -> str | None:
@@ -79,20 +85,23 @@ def fault_of(kind: str, subject: str) -> str:
     return f"{kind}/{subject}"
 
 
-def merge_by_fault(found: Iterable[Condition], known: Sequence[Alert], now: float) -> list[Condition]:
+def merge_by_fault(found: Iterable[Condition], known: Sequence[Alert]) -> list[Condition]:
     """Gives each sign of a fault that has an open alert the key of that alert, unless the sign is more severe:
     receivers of errors only must get the error. An alert that is pending gives way to one that fires: what it would
-    have said is said. Leaves out one-time events about a fault that has another alert, or had one until a moment ago: a
-    part may be back before its host says that it was restarted. An event whose own alert is open stays: without it the
-    alert would resolve, and the next pass would notify of the same event as a new alert."""
+    have said is said. Leaves out one-time events about a fault that has another alert, or had one until after it
+    happened: a part may be back before its host says that it was restarted. An event whose own alert is open stays:
+    without it the alert would resolve, and the next pass would notify of the same event as a new alert."""
     open_by_fault: dict[str, list[tuple[str, str, Severity]]] = {}
     for alert in sorted((a for a in known if a.open), key=lambda a: (a.phase is Phase.PENDING, -a.severity.rank,
                                                                      a.since, a.id)):
         of_fault = open_by_fault.setdefault(fault_of(alert.kind, alert.subject), [])
         if not of_fault or alert.phase is not Phase.PENDING:
             of_fault.append((alert.kind, alert.subject, alert.severity))
-    lately = {fault_of(a.kind, a.subject) for a in known
-              if not a.open and a.notify_resolved and now - a.resolved_at < SETTLE_S}
+    over_at: dict[str, float] = {}
+    for alert in known:
+        if not alert.open and alert.notify_resolved:
+            fault = fault_of(alert.kind, alert.subject)
+            over_at[fault] = max(over_at.get(fault, 0.0), alert.resolved_at)
     out = []
     for c in sorted(found, key=lambda c: (not c.notify_resolved, -c.severity.rank)):  # the worst opens the alert
         fault = fault_of(c.kind, c.subject)
@@ -100,7 +109,7 @@ def merge_by_fault(found: Iterable[Condition], known: Sequence[Alert], now: floa
         same = any((c.kind, c.subject) == (k, s) for k, s, _ in open_by_fault.get(fault, ()))
         if not c.notify_resolved:
             prefix = fault if fault.endswith("/") else ""  # a role: any of its members
-            has_one = first is not None or fault in lately or any(
+            has_one = first is not None or c.at <= over_at.get(fault, float("-inf")) or any(
                 prefix and f.startswith(prefix) for f in open_by_fault)
             if same or not has_one:
                 out.append(c)
@@ -159,8 +168,9 @@ def released(alert: Alert, snapshot: ClusterSnapshot, now: float) -> bool:
         case "dcs.durable_failed" | "durable.behind":
             return snapshot.run_over
         case "publish.failed":
-            streams = [alert.subject] if alert.subject in snapshot.heads else list(snapshot.heads)
-            moved = max((snapshot.revision(snapshot.keys.stream_head(s)) for s in streams), default=0)
+            group = TRAINER_GROUPS.get(alert.subject)
+            streams = (group.weights, group.state) if group is not None else (alert.subject,)
+            moved = max(snapshot.revision(snapshot.keys.stream_head(s)) for s in streams)
             return moved > alert.revision or snapshot.run_ended
         case "run.refused":
             written = snapshot.revision(snapshot.keys.job_status())

@@ -31,6 +31,8 @@ from elastic_rl.etcd.records import Record, Severity, Silence
 TEST = "alerts.test"
 """Kind of an alert that tests the receivers: each is notified, whatever the routes and silences say."""
 TEST_KEEP_S = 300.0
+RESOLVED_KEEP_S = 30.0
+"""A resolved alert is known for so long: events of what happened while it was open may come after its end."""
 UNNOTIFIED_KEEP_S = 24 * 3600.0
 """A resolved alert waits this long for a receiver that takes nothing; then it is dropped with an event."""
 UNNOTIFIED_MAX = 1000
@@ -59,6 +61,8 @@ class Condition:
     """What several alerts may have in common, such as a host; a notification groups its alerts by it."""
     revision: int = 0
     """Store revision of the event for a report, 0 for a condition."""
+    at: float = 0.0
+    """Unix seconds at which what an event reports happened; 0 for a condition."""
 
     @property
     def key(self) -> str:
@@ -142,7 +146,8 @@ def advance(now: float, revision: int, known: Sequence[Alert], holding: Mapping[
     ``revision``: the revision of etcd when it was read. ``known``: every alert in etcd. ``holding``: conditions by key.
     ``reports``: conditions from events since the last pass, each seen once. ``released``: whether the state says that
     what an alert reported is over. ``declared_over``: whether an event said so, later than any report. ``sending``: id
-    and receiver of each alert in flight. A resolved alert is kept until its audience was notified.
+    and receiver of each alert in flight. A resolved alert is kept until its audience was notified, and for
+    ``RESOLVED_KEEP_S``.
     """
     out = Changes()
     current = {a.key: a for a in known if a.open}
@@ -172,14 +177,16 @@ def advance(now: float, revision: int, known: Sequence[Alert], holding: Mapping[
 
 def _drop_resolved(now: float, resolved: Sequence[Alert], audience: Audience, silences: Sequence[Silence],
                    out: Changes) -> None:
-    """Drops resolved alerts whose audience was notified, and those that waited too long for it."""
+    """Drops resolved alerts whose audience was notified, once events about them are no longer to come, and those that
+    waited too long for it."""
     waiting = []
     for alert in resolved:
         if alert.kind == TEST:
             if now - alert.fired_at >= TEST_KEEP_S:
                 out.drop.append(alert)
         elif not any(pending(alert, r) for r in audience(alert)):
-            out.drop.append(alert)
+            if not alert.notify_resolved or now - alert.resolved_at >= RESOLVED_KEEP_S:
+                out.drop.append(alert)
         else:
             waiting.append(alert)
     waiting.sort(key=lambda a: a.resolved_at)

@@ -136,11 +136,11 @@ class ServiceSupervisor:
         try:
             with cluster.etcd(info, retry_budget_s=_EVENT_BUDGET_S) as etcd:
                 for name, count in due.items():
-                    times = f", {count} times" if count > 1 else ""
+                    times, ran_s = f", {count} times" if count > 1 else "", now - self._states[name].since
                     kind, subject = event_of(name, cluster.host)
                     for job in [job_of_service(name)] if job_of_service(name) else cluster.jobs:
                         events.emit(etcd, Keys(job), kind, subject, f"{name} ended and was started again{times}",
-                                    severity=Severity.WARNING, restarts=count)
+                                    severity=Severity.WARNING, restarts=count, started_at=time.time() - ran_s)
                     del self._unreported[name]
         except ElasticRLError as e:
             log.warning("the restart of %s is not in the event log yet: %s", ", ".join(due), e)

@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 _MAX_MESSAGE = 1 << 30
 """Bytes."""
 _MARGIN_S = 30.0
+_FAILING_S = 30.0
+"""A publish that is dropped is repeated, and who looks after the job need not know: that it was dropped may be one sign
+of a node that has died. That none was committed for so long after it they have to know."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class AsyncPublisher:
         self._running: Future[bool] | None = None
         self._lock = threading.Lock()
         self._dropped: tuple[str, ...] = ()
+        self._failing_since: float | None = None
+        """Monotonic time of the first publish that was dropped since one was committed. On rank 0, in the thread."""
 
     def submit(self, writer: OwnedTensorWriter, publish: InFlightPublish | None) -> None:
         """Starts to complete a publish whose tensors are all in the arena. ``publish``: on rank 0, else None."""
@@ -127,7 +132,7 @@ class AsyncPublisher:
         try:
             messages = [own, *(self._receive(rank) for rank in range(1, self._par.world))]
             self._commit(messages, publish, deadline)
-            committed = True
+            committed, self._failing_since = True, None
         except Fenced:
             raise
         except ElasticRLError as e:
@@ -160,10 +165,14 @@ class AsyncPublisher:
     def _drop(self, publish: InFlightPublish, error: ElasticRLError) -> None:
         names = " and ".join(f"{stream} version {s.version.number}" for stream, s in publish.staged.items())
         log.warning("%s dropped: %s", names, error)
-        epoch = max(s.version.epoch for s in publish.staged.values())
+        epoch, now = max(s.version.epoch for s in publish.staged.values()), time.monotonic()
+        self._failing_since = now if self._failing_since is None else self._failing_since
+        kind, failing_s = event_kinds.VERSION_DROPPED, now - self._failing_since
+        message = f"{names} was dropped: {error}"
+        if failing_s >= _FAILING_S:
+            kind, message = event_kinds.VERSION_FAILING, f"no version was committed for {failing_s:.0f} s: {message}"
         with contextlib.suppress(ElasticRLError):  # the log has it too
-            fencing.emit(self._etcd, self._keys, epoch, event_kinds.VERSION_DROPPED, self._subject,
-                         f"{names} was dropped: {error}",
+            fencing.emit(self._etcd, self._keys, epoch, kind, self._subject, message,
                          severity=Severity.WARNING, step=publish.step,
                          **{stream: s.version.number for stream, s in publish.staged.items()})
         with self._lock:

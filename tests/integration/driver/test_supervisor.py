@@ -236,6 +236,20 @@ def test_driver_that_was_killed_is_followed_by_one_that_takes_over(job: Supervis
     assert job.finish() == 0
 
 
+def test_driver_that_stays_stopped_is_killed_and_followed_by_one_that_takes_over(job: SupervisedJob) -> None:
+    job.start("works")
+    epoch = job.await_driver(1)
+    before, ray = job.driver(), job.ray(epoch)
+    before.suspend()
+    try:
+        assert job.await_driver(2) == epoch
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            before.resume()
+    assert not runs(before) and ray.is_running() and job.events() == ["driver.restarted"]
+    assert job.finish() == 0
+
+
 def test_request_that_a_newer_driver_has_carried_out_is_only_acknowledged(job: SupervisedJob) -> None:
     """The request came while the driver was starting: it ended the epoch before the one that this driver began."""
     epoch = fencing.raise_epoch(job.etcd, job.keys, holder="an earlier driver").number

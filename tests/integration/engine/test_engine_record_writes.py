@@ -63,6 +63,17 @@ def test_write_of_a_deleted_record_is_refused(written: Written) -> None:
     assert written.etcd.get(written.key) is None
 
 
+def test_engine_that_was_declared_dead_is_never_written_alive_again(written: Written) -> None:
+    dead = written.now().replace(state=EngineState.DEAD, reason="its process is stopped")
+    written.etcd.put(written.key, dead.encode())
+    for act in (lambda: written.record.write(written.of_runner.replace(version=2)), written.record.read):
+        with pytest.raises(Fenced, match="declared dead meanwhile: its process is stopped"):
+            act()
+    assert written.now() == dead
+    ended = written.of_runner.replace(state=EngineState.DEAD, reason="its server ended")
+    assert written.record.write(ended) == written.now() == ended, "the runner says why it ended"
+
+
 def test_record_that_was_deleted_in_an_outage_is_not_made_again_after_it(
         written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     def away(*_: object, **__: object) -> None:

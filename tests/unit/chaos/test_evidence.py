@@ -166,9 +166,12 @@ def head_goes_back(records: list[Record]) -> None:
     (lambda r: steps(r)[3].update(logprob_diff_max=1.0), "I4"),
     (lambda r: (own_receivers(r), r.__setitem__(slice(None), [e for e in r if e["kind"] != "notification"]),
                 r.__setitem__(-1, end(r)), late(r)), "I9"),
+    (lambda r: next(of_kind(r, Kind.FAULT)).update(witness="", detected_at=None, healed_at=None, breaks="I1"), "I1"),
+    (lambda r: edited(r, KEYS.engine("rollout-1"), lambda v: v.update(state="dead"), 5), "I4"),
     (lambda r: end(r).update(phase="failed", report={"steps": 3}, committed_steps=[]), "I11"),
 ], ids=["head goes back", "engine ahead of the head", "heartbeat of an old term", "announced by another", "not stored",
-        "groups again", "other weights", "no notices", "failed"])
+        "groups again", "other weights", "no notices", "a stale write was accepted", "dead and ready again",
+        "failed"])
 def test_one_bug_is_one_violation(change: Edit, rule: str) -> None:
     found = violations(changed(change))
     assert [what.partition(":")[0] for what in found] == [rule], found

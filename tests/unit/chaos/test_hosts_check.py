@@ -32,13 +32,16 @@ class Store:
 
     def __init__(self) -> None:
         self.changes, self._revisions = list[Change](), count(1)
+        self._created = dict[str, int]()
 
     def put(self, key: str, **record: Any) -> int:
         revision = next(self._revisions)
-        self.changes.append(Change(revision, True, key, revision, json.dumps(record)))
+        created = self._created.setdefault(key, revision)
+        self.changes.append(Change(revision, True, key, created, json.dumps(record)))
         return revision
 
     def delete(self, key: str) -> None:
+        self._created.pop(key, None)
         self.changes.append(Change(next(self._revisions), False, key, 0, ""))
 
     def phase(self, host: str, phase: str) -> None:

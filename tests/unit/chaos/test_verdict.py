@@ -214,9 +214,12 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     # I14
     (event("engine.dead", 1.0), "I14"),
     (event("trainer.restarted", 1.0), "I14"),
+    (lambda r: event("trainer.hung", first(r, Kind.FAULT)["injected_at"] + 1.0)(r), "I14"),
     # I15
     (lambda r: r.insert(-1, {"at": r[-1]["at"], "kind": "change", "revision": 9999, "put": False, "create": 0,
-                             "key": KEYS.stream_head("policy"), "value": ""}), "I3 I15")])
+                             "key": KEYS.stream_head("policy"), "value": ""}), "I15"),
+    (lambda r: r.insert(-1, {"at": r[-1]["at"], "kind": "change", "revision": 9999, "put": False, "create": 0,
+                             "key": KEYS.epoch(), "value": ""}), "I15")])
 def test_each_broken_rule_is_found(change: Edit, rule: str) -> None:
     """``rule``: those that the log breaks."""
     found = verdicts(with_(change))
@@ -244,8 +247,12 @@ def test_each_broken_rule_is_found(change: Edit, rule: str) -> None:
     pytest.param(both(lambda r: write((KEYS.version("policy", 2), newest(r, KEYS.version("policy", 2)) | {
         "state": "gone"}), (KEYS.replica_sets("policy", 2), None))(r), write((KEYS.version("policy", 2), None))),
         id="an old version was released"),
-    pytest.param(lambda r: event("engine.dead", [*of_kind(r, Kind.FAULT)][-1]["healed_at"] + AFTER_S - 1)(r),
+    pytest.param(lambda r: event("trainer.dead", [*of_kind(r, Kind.FAULT)][-1]["healed_at"] + AFTER_S - 1)(r),
                  id="a consequence of a fault that is over"),
+    pytest.param(lambda r: event("engine.hung", first(r, Kind.FAULT)["injected_at"] + 1.0)(r),
+                 id="a loss of the part that a fault strikes"),
+    pytest.param(lambda r: event("compute.waiting", first(r, Kind.FAULT)["injected_at"] + 1.0)(r),
+                 id="what others see of a fault"),
     pytest.param(event("responses.truncated", 1.0), id="an event that is about no part"),
     pytest.param(lambda r: (first(r, Kind.FAULT).update(name="coordinator_killed", target="coordinator rollout-1"),
                             r[0]["schedule"]["strikes"][0].update(faults=["coordinator_killed"]),

@@ -79,7 +79,8 @@ def test_reports_of_one_engine_by_runner_driver_and_leader_have_one_key() -> Non
 
 
 @pytest.mark.parametrize(("kind", "severity", "opens"), [
-    ("version.dropped", Severity.WARNING, True), ("logprob.mismatch", Severity.WARNING, True),
+    ("version.failing", Severity.WARNING, True), ("version.dropped", Severity.WARNING, False),
+    ("logprob.mismatch", Severity.WARNING, True),
     ("samples.unpublished", Severity.WARNING, True), ("router.foreign_worker", Severity.WARNING, True),
     ("pool.scaled", Severity.ERROR, True), ("newer.release", Severity.ERROR, True),
     ("newer.release", Severity.WARNING, False), ("compute.failing", Severity.ERROR, False),
@@ -98,14 +99,24 @@ def test_restart_of_a_local_service_is_a_one_time_alert(kind: str) -> None:
 
 @pytest.mark.parametrize(("part", "subject"), [("dcs", "node-0"), ("coordinator", "coordinator-1")])
 def test_restart_of_a_service_with_an_alert_opens_no_second_one(part: str, subject: str) -> None:
-    restarted = rules.report(event(f"{part}.restarted", subject, Severity.WARNING), 5)
-    assert restarted is not None
+    def restarted(started_at: float) -> Condition:
+        found = rules.report(event(f"{part}.restarted", subject, Severity.WARNING, started_at=started_at), 5)
+        assert found is not None
+        return found
+
     dead = advance_once(1.0, reports=[Condition(f"{part}.dead", subject, "m", revision=2)]).put
-    assert rules.merge_by_fault([restarted], dead, 9.0) == []
-    assert rules.merge_by_fault([restarted], [], 9.0) == [restarted]
-    back = [alert.replace(phase=Phase.RESOLVED, resolved_at=8.5) for alert in dead]
-    assert rules.merge_by_fault([restarted], back, 9.0) == [], "its host says so a moment after it is back"
-    assert rules.merge_by_fault([restarted], back, 60.0) == [restarted], "that is of another end"
+    assert rules.merge_by_fault([restarted(2.0)], dead) == [], "its host says so while it is taken for dead"
+    assert rules.merge_by_fault([restarted(2.0)], []) == [restarted(2.0)]
+    back = [alert.replace(phase=Phase.RESOLVED, resolved_at=3.0) for alert in dead]
+    assert rules.merge_by_fault([restarted(2.0)], back) == [], "its host says so once it is back, however late"
+    assert rules.merge_by_fault([restarted(3.1)], back) == [restarted(3.1)], "it has ended once more"
+
+
+def test_request_after_the_end_of_an_alert_is_notified() -> None:
+    hung = advance_once(1.0, holding={"engine.hung/e1": Condition("engine.hung", "e1", "m")}).put
+    over = [alert.replace(phase=Phase.RESOLVED, resolved_at=3.0) for alert in hung]
+    requested = [rules.report(event("restart.requested", "engines/e1").replace(at=at), 9) for at in (2.0, 3.5)]
+    assert rules.merge_by_fault([c for c in requested if c], over) == [requested[1]]
 
 
 def test_leaders_own_death_event_opens_no_second_alert() -> None:
@@ -126,12 +137,19 @@ def test_report_of_a_group_whose_rank_is_back_already_is_of_the_alert_that_is_op
     now = conditions(snapshot(registry=back, specs={}, statuses={}), 10.1, firing={open_alert.key})
     assert state_machine.advance(10.1, 1, [open_alert], now, [], lambda a: True, lambda a: []).put == []
     reported = Condition("trainer.dead", "trainer", "the group re-formed", revision=7)
-    [report] = rules.merge_by_fault([reported], [open_alert], 10.9)
+    [report] = rules.merge_by_fault([reported], [open_alert])
     [changed] = state_machine.advance(10.9, 8, [open_alert], now, [report], lambda a: True, lambda a: []).put
     assert changed.id == open_alert.id and changed.open
     assert of_trainer(conditions(snapshot(registry=back), 10.1)) == [], "a start is no fault"
     assert of_trainer(conditions(snapshot(registry=back), 30.0, firing={open_alert.key})) == [], "it ends"
 
+
+def test_rank_that_is_back_does_not_hide_another_one_that_is_dead() -> None:
+    ranks = [LastSeen(role="trainer", id="rank-1", incarnation="1", host="h1", first_seen=1.0, dead_at=5.0),
+             LastSeen(role="trainer", id="rank-0", incarnation="2", host="h0", first_seen=10.0)]
+    for registry in (ranks, ranks[::-1]):
+        found = conditions(snapshot(registry=registry), 10.1, firing={"trainer.dead/trainer"})["trainer.dead/trainer"]
+        assert "rank-1" in found.message and "is dead" in found.message and found.cause == "h1"
 
 
 def test_engine_alert_is_over_when_the_pool_is_complete() -> None:
@@ -155,20 +173,16 @@ def test_cannot_fetch_alert_is_over_when_the_engine_recovers_or_is_gone() -> Non
     assert rules.released(alert, empty_snapshot(), 1e6)
 
 
-def test_dropped_version_is_a_publish_alert_of_its_stream() -> None:
-    dropped = Event(id="1", at=1.0, kind="version.dropped", subject="policy", message="m", severity=Severity.WARNING)
-    condition = rules.report(dropped, 5)
-    assert condition and condition.key == "publish.failed/policy"
+def test_publish_alert_is_over_when_a_head_of_its_group_moves_after_the_failure() -> None:
+    condition = rules.report(event("version.failing", "trainer", Severity.WARNING), 30)
+    assert condition and condition.key == "publish.failed/trainer"
+    alert = advance_once(1.0, reports=[condition]).put[0]
 
+    def released(stream: str, moved_at: int) -> bool:
+        return rules.released(alert, snapshot(revisions={KEYS.stream_head(stream): moved_at}), 2.0)
 
-def test_publish_alert_is_over_when_the_head_moves_after_the_failure() -> None:
-    alert = advance_once(1.0, reports=[Condition("publish.failed", "policy", "m", revision=30)]).put[0]
-    head = {"policy": Version(stream="policy", number=4, state=VersionState.COMMITTED, epoch=1)}
-
-    def released(moved_at: int) -> bool:
-        return rules.released(alert, snapshot(heads=head, revisions={KEYS.stream_head("policy"): moved_at}), 2.0)
-
-    assert not released(29) and released(31)
+    assert not released("policy", 29) and released("policy", 31) and released("trainer_state", 31)
+    assert not released("run_log", 31) and not released("critic", 31), "that is committed by others"
 
 
 def test_short_pool_is_an_alert_after_an_engines_start_time() -> None:
@@ -187,7 +201,7 @@ def test_short_pool_is_an_alert_after_an_engines_start_time() -> None:
 
 
 def merged(*found: Condition, known: Sequence[Alert] = ()) -> list[str]:
-    return [c.key for c in rules.merge_by_fault(found, known, 9.0)]
+    return [c.key for c in rules.merge_by_fault(found, known)]
 
 
 def opened(kind: str, subject: str, severity: Severity = Severity.ERROR, revision: int = 0) -> Alert:
@@ -442,13 +456,13 @@ def test_alert_about_a_dead_role_covers_the_wait_for_it() -> None:
 def test_wait_that_follows_from_a_fault_is_part_of_its_alert(kind: str, subject: str, of: str) -> None:
     opened = advance_once(0.0, reports=[Condition(kind, subject, "", revision=3)]).put
     wait = Condition("run.waiting", of, "", Severity.WARNING)
-    assert [c.key for c in rules.merge_by_fault([wait], opened, 9.0)] == [f"{kind}/{subject}"]
+    assert [c.key for c in rules.merge_by_fault([wait], opened)] == [f"{kind}/{subject}"]
     # It was noticed before the fault was.
     pending = advance_once(0.0, holding={wait.key: replace(wait, hold_s=60.0)}).put
-    assert [c.key for c in rules.merge_by_fault([wait], pending, 9.0)] == ["run.waiting/" + of]
-    assert [c.key for c in rules.merge_by_fault([wait], [*pending, *opened], 9.0)] == [f"{kind}/{subject}"]
+    assert [c.key for c in rules.merge_by_fault([wait], pending)] == ["run.waiting/" + of]
+    assert [c.key for c in rules.merge_by_fault([wait], [*pending, *opened])] == [f"{kind}/{subject}"]
     other = Condition("run.waiting", "engines", "", Severity.WARNING)
-    assert [c.key for c in rules.merge_by_fault([other], opened, 9.0)] == ["run.waiting/engines"]
+    assert [c.key for c in rules.merge_by_fault([other], opened)] == ["run.waiting/engines"]
 
 
 def test_silent_etcd_member_is_an_error_when_no_other_may_fail() -> None:

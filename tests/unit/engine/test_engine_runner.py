@@ -18,7 +18,7 @@ from elastic_rl.engine.lifecycle import EngineLifecycle
 from elastic_rl.engine.runner import EngineRunner, ReportedLoad
 from elastic_rl.engine.server.probe import Load
 from elastic_rl.engine.update_turns import UpdateTurn
-from elastic_rl.errors import EngineFailed, EtcdUnavailable
+from elastic_rl.errors import ChunkCorrupt, ChunkMissing, EngineFailed, EtcdUnavailable, NodeUnavailable
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.backoff import RetryBackoff
@@ -70,6 +70,15 @@ def test_load_that_changes_all_the_time_is_written_seldom_and_its_loss_at_once(r
     runner._server.load = Load(running=12)
     runner._update_load(12.5)
     assert written == [(0, True), (5, True), (10, True), (10, False), (12, True)]
+
+
+def test_corrupt_version_is_in_the_record_until_a_pull_ends_otherwise(runner: Any) -> None:
+    written: list[int] = []
+    runner._corrupt_version, runner._fetch_failures = 0, FetchFailures(60.0, min_failures=100)
+    runner._write = lambda: written.append(runner._corrupt_version)
+    for error in (ChunkMissing("gone"), ChunkCorrupt("bits"), ChunkCorrupt("bits"), NodeUnavailable("away")):
+        runner._on_fetch_failed(SimpleNamespace(number=7), error)
+    assert written == [7, 0]
 
 
 class FlakyServer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Self
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_rl.etcd.decoding import RangeDecoder, decode, decode_all
+from elastic_rl.etcd.record import may_be_odd
 from elastic_rl.etcd.records import Engine, EngineState, OperationState
 from elastic_rl.etcd.transaction import KeyValue
 
@@ -66,7 +68,7 @@ def test_record_under_another_key_than_its_own_is_unreadable() -> None:
     assert [e.id for e in found] == ["a"] and unreadable == {"engines/b": "its record belongs under engines/x"}
 
 
-def test_each_revision_is_decoded_once() -> None:
+def test_record_is_decoded_again_only_when_its_value_has_changed() -> None:
     decoded: list[bytes] = []
 
     class Counting(Engine):
@@ -77,10 +79,24 @@ def test_each_revision_is_decoded_once() -> None:
 
     decoder = RangeDecoder(Counting)
     bad, unreadable = b"junk", dict[str, str]()
-    for _ in range(3):
-        assert len(decoder.decode([kv("a", engine("a").encode()), kv("b", bad)], unreadable)) == 1
+    for mod in (1, 1, 2):
+        assert len(decoder.decode([kv("a", engine("a").encode(), mod=mod), kv("b", bad)], unreadable)) == 1
     assert len(decoded) == 2 and list(unreadable) == ["b"]
     decoder.decode([kv("a", engine("a").encode(), mod=2)], unreadable)
-    assert len(decoded) == 3
+    assert len(decoded) == 2
     decoder.decode([kv("a", engine("a").encode(), mod=2), kv("b", bad)], unreadable)
-    assert len(decoded) == 4, "a key that was gone is not remembered"
+    assert len(decoded) == 3, "a key that was gone is not remembered"
+
+
+def test_record_of_a_restored_etcd_is_decoded_though_its_revision_is_known() -> None:
+    decoder = RangeDecoder(Engine)
+    assert [e.id for e in decoder.decode([kv("a", engine("before").encode(), mod=7)], {})] == ["before"]
+    assert [e.id for e in decoder.decode([kv("a", engine("restored").encode(), mod=7)], {})] == ["restored"]
+
+
+@given(st.text("NaInfity-+eE.0123456789,", max_size=40))
+def test_numbers_that_may_be_odd_are_found_wherever_they_are(text: str) -> None:
+    pattern = rb"NaN|Infinity|[eE]\+?[0-9]{3}|[0-9]{19}"
+    assert may_be_odd(text.encode()) == bool(re.search(pattern, text.encode()))
+    assert may_be_odd(f"[{text}NaN".encode()) and may_be_odd(f"1E+{text}E+123".encode())
+    assert may_be_odd(f"{text}{10 ** 18}{text}".encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from support.waiting import wait_until
 from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import PreflightFailed
+from elastic_rl.etcd import events
 from elastic_rl.host import cluster_settings, processes
 from elastic_rl.host.agent.restart_policy import RestartLimits, ServiceState
 from elastic_rl.host.agent.supervisor import ServiceSupervisor
@@ -149,6 +151,24 @@ def test_supervisor_says_why_etcd_cannot_be_started_and_starts_it_once_it_can(en
     wal.with_name("away").rename(wal)
     now[0] += limits.longest_wait_s
     assert "etcd-0" not in ended.tick(supervisor) and [name for name, _ in ended.started] == ["etcd-0"]
+
+
+def test_restart_is_reported_with_the_time_of_its_start_once_it_has_run_for_a_while(
+        ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, access, timeout_s=0.5: True)
+    monkeypatch.setattr(ended.cluster, "etcd", lambda *_, **__: contextlib.nullcontext())
+    reported: list[tuple[str, float]] = []
+    monkeypatch.setattr(events, "emit", lambda *args, started_at, **_: reported.append((args[3], started_at)))
+    now = [5.0]
+    supervisor = ServiceSupervisor(clock=lambda: now[0])
+    ended.tick(supervisor)
+    ended.tick(supervisor)
+    assert not reported
+    now[0] += 100.0
+    before = time.time()
+    ended.tick(supervisor)
+    assert {subject for subject, _ in reported} == {"etcd-0", "coordinator-0", ended.cluster.host.node}
+    assert all(before - 100.0 <= started_at <= time.time() - 100.0 for _, started_at in reported)
 
 
 def test_supervisor_starts_its_standby_with_backoff(ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:

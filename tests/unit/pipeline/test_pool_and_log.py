@@ -241,6 +241,15 @@ def test_first_pull_of_an_engine_may_take_longer_than_later_ones():
     assert looked_at(Republish(first_pull_s=100.0), lambda now: [new], range(250), lost=True) == [100]
 
 
+def test_corrupt_version_is_looked_at_at_once_and_then_as_often_as_others():
+    corrupt = engine(EngineState.SYNCING, version=0).replace(corrupt_version=4)
+    found = looked_at(Republish(first_pull_s=100.0), lambda now: [corrupt] if now > 2 else [], range(40), lost=False)
+    assert found == [3, 18, 33]
+    assert looked_at(Republish(first_pull_s=100.0), lambda now: [corrupt], range(100), lost=True) == [0, 30, 90]
+    has_it = engine(version=4).replace(corrupt_version=4)
+    assert looked_at(Republish(first_pull_s=100.0), lambda now: [has_it], range(20), lost=False) == [15]
+
+
 def test_wait_for_engines_names_a_few_of_those_that_lack_the_version():
     assert describe([], 4) == "engines that serve version 4: there is none"
     text = describe([engine(version=3), *[engine(EngineState.SYNCING, version=2)] * 20, engine(version=4)], 4)

@@ -1,0 +1,452 @@
+"""Versions from their publisher to their reader, in a world that fails: the product's publisher, catalog, pins, garbage
+collector, chunk tables of nodes and chunk reader, on the model of etcd. What is left out are sockets and threads.
+
+Publishers die at any call, are taken over by a later formation or epoch and go on all the same, leases end, nodes lose
+their memory, bytes change in it and on the way. Whatever the product calls, something else may happen before it.
+``Violation`` is raised where a reader does not get what was published, and where a publisher writes that was replaced.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, cast
+from unittest import mock
+
+from chaos_tests.event_log import Event
+from chaos_tests.sim.store import Interference, Log, ObservedModel, SimClient
+from elastic_rl.config import DcsConfig
+from elastic_rl.dcs import fan_out
+from elastic_rl.dcs.catalog import pins, reads
+from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
+from elastic_rl.dcs.catalog.retention import RetentionPolicy
+from elastic_rl.dcs.client import DcsClient
+from elastic_rl.dcs.connection import NodeConnection
+from elastic_rl.dcs.fetch.chunk_reader import ChunkReader
+from elastic_rl.dcs.fetch.executor import FetchExecutor
+from elastic_rl.dcs.fetch.fetcher import Fetcher
+from elastic_rl.dcs.fetch.model import ChunkRequest
+from elastic_rl.dcs.manifest import Slice, TensorEntry
+from elastic_rl.dcs.node.open_versions import OpenVersions
+from elastic_rl.dcs.node.server import NodeServer, Session
+from elastic_rl.dcs.node.version_index import VersionIndex
+from elastic_rl.dcs.publish.parts import Part
+from elastic_rl.dcs.publish.publisher import Publisher
+from elastic_rl.dcs.registered_nodes import read_node
+from elastic_rl.dcs.security import Security
+from elastic_rl.dcs.storage.chunk import Chunk
+from elastic_rl.dcs.storage.chunk_table import ChunkTable
+from elastic_rl.errors import (
+    ChunkCorrupt,
+    ChunkMissing,
+    ElasticRLError,
+    Fenced,
+    NodeUnavailable,
+    VersionNotFound,
+)
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.fencing import FencedWriter
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import DcsNode, Formation, Version, VersionState
+from elastic_rl.etcd.transaction import KeyValue, Op
+
+KEYS, STREAM, GROUP = Keys("j"), "policy", "actor"
+NODES, ARENA_BYTES, TENSOR_BYTES = 3, 1 << 18, 128
+ACTIONS = 55
+"""Things that happen in a run, beside those that happen between two calls of another."""
+GRACE_S, KEPT = 8.0, 2
+OWNER = -1
+"""The connection as which a node gets chunks for itself."""
+SETTINGS = DcsConfig()
+
+
+class Violation(AssertionError):
+    """A rule was broken."""
+
+
+class SimNode:
+    """A checkpoint node without a disk."""
+
+    def __init__(self, world: CatalogWorld, name: str) -> None:
+        self.world, self.name, self.starts = world, name, 0
+        self.etcd = SimClient(world.model, lambda: world.now)
+        self.lease = 0
+        self.start()
+
+    def start(self) -> None:
+        """It was killed, if it ran, and starts with an empty memory."""
+        self.starts += 1
+        if self.lease:
+            self.world.model.revoke(self.lease)
+        self.table = ChunkTable(memoryview(bytearray(ARENA_BYTES)), orphan_grace_s=GRACE_S,
+                                clock=lambda: self.world.now)
+        index = VersionIndex(None, grace_s=1e9, clock=lambda: self.world.now)
+        self.server = NodeServer(self.table, SimFetcher(self), cast(OpenVersions, None), index, {},
+                                 cast(socket.socket, None), SETTINGS, Security())
+        self.lease = self.etcd.keepalive(0).id
+        self.etcd.put(KEYS.dcs_node(self.name), DcsNode(
+            id=self.name, host="h", port=1, pid=1, arena_path=f"{self.name}-{self.starts}",
+            arena_bytes=ARENA_BYTES).encode(), lease=self.lease)
+
+    def rot(self, rng: random.Random) -> None:
+        """A byte of its memory changes."""
+        at = rng.randrange(max(1, self.table.usage()["used_bytes"]))
+        self.table.view[at] ^= 1 << rng.randrange(8)
+
+
+class SimSession(Session):
+    """A connection of a node, of which nobody hears how far an answer is."""
+
+    def send(self, header: dict[str, Any], payload: memoryview | bytes = b"") -> None:
+        pass
+
+
+class SimExecutor:
+    """Gets chunks from the other nodes, as the executor of a node does, one after the other."""
+
+    def __init__(self, sim: SimNode) -> None:
+        self._sim, self._world = sim, sim.world
+
+    def fetch(self, requests: Sequence[ChunkRequest], prefer: Sequence[str], holder: int | None,
+              on_chunk: Callable[[Chunk], None], tick: Callable[[], None]) -> dict[str, Chunk]:
+        found = dict[str, Chunk]()
+        for digest in [request.digest for request in requests]:
+            self._bring(digest, prefer)
+            if (chunk := self._sim.table.use(digest, holder)) is not None:
+                found[digest] = chunk
+        return found
+
+    def _bring(self, digest: str, prefer: Sequence[str]) -> None:
+        table, refused = self._sim.table, False
+        for other in sorted((n for n in self._world.nodes if n is not self._sim), key=lambda n: n.name not in prefer):
+            with suppress(ChunkMissing):
+                with other.table.reading(digest) as data:
+                    found = self._world.sent(data)
+                region = table.alloc(OWNER, len(found))
+                table.view[region:region + len(found)] = found
+                try:
+                    table.seal(OWNER, region, len(found), expect=digest, hold=False)
+                    return
+                except ChunkCorrupt:
+                    self._world.counts["refused bytes"] += 1
+                    refused = True
+        raise (ChunkCorrupt if refused else ChunkMissing)(f"no other node has a sound copy of chunk {digest}")
+
+
+class SimFetcher(Fetcher):
+    """The product's fetcher, without the threads of its executor."""
+
+    def __init__(self, sim: SimNode) -> None:
+        self._table, self._executor = sim.table, cast(FetchExecutor, SimExecutor(sim))
+
+
+class SimConnection(NodeConnection):
+    """The product's connection to a node, without a socket: it is answered by the product's server at once."""
+
+    def __init__(self, client: SimDcsClient, sim: SimNode, node: DcsNode) -> None:
+        self._client, self._sim, self._server, self.node = client, sim, sim.server, node
+        self._session = SimSession(next(client.world.connections), cast(socket.socket, None), "h", authenticated=True)
+        self._ended = False
+
+    def call(self, header: dict[str, Any], payload: memoryview | bytes = b"",
+             into: Any = None, on_progress: Any = None) -> tuple[dict[str, Any], memoryview]:
+        self._client.etcd.reach()
+        if self.stale():
+            raise NodeUnavailable(f"node {self.node.id} was restarted")
+        table, region = self._sim.table, -1
+        if header["op"] == "get":
+            with table.reading(header["digest"]) as data:
+                return {}, self._sim.world.sent(data)
+        if payload:
+            region = table.alloc(self._session.conn, len(payload))
+            table.view[region:region + len(payload)] = payload
+        return self._server._answer(self._session, header, region, len(payload)), memoryview(b"")
+
+    def stale(self) -> bool:
+        return self._ended or self._server is not self._sim.server
+
+    def close(self) -> None:
+        if not self.stale():
+            self._sim.table.close(self._session.conn)
+        self._ended = True
+
+
+class SimDcsClient(DcsClient):
+    """The product's client of the nodes, with connections that have no socket."""
+
+    def __init__(self, world: CatalogWorld, etcd: SimClient, local: str) -> None:
+        super().__init__(etcd, KEYS, io_timeout_s=1.0, clock=lambda: world.now)
+        self.world, self.etcd, self._local = world, etcd, local
+        self._open = dict[str, SimConnection]()
+
+    def connect(self, node_id: str) -> NodeConnection:
+        kept = self._open.get(node_id)
+        if kept is None or kept.stale():
+            if (found := read_node(self.etcd, KEYS, node_id)) is None:
+                raise NodeUnavailable(f"node {node_id} is not registered")
+            sim = next(node for node in self.world.nodes if node.name == node_id)
+            kept = self._open[node_id] = SimConnection(self, sim, found.node)
+        return cast(NodeConnection, kept)
+
+    def local(self) -> NodeConnection:
+        return self.connect(self._local)
+
+    def close(self) -> None:
+        for connection in self._open.values():
+            connection.close()
+        self._open.clear()
+
+
+class SerialExecutor:
+    """Takes the place of the threads in which nodes are called at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __enter__(self) -> SerialExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def map(self, call: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        return map(call, items)
+
+
+class SimPublisher:
+    """A rank of a formation of the trainer group that publishes."""
+
+    def __init__(self, world: CatalogWorld, epoch: int, formation: int) -> None:
+        self.world, self.epoch, self.formation, self.is_busy = world, epoch, formation, False
+        self.etcd = SimClient(world.model, lambda: world.now, world.interference)
+        self.client = SimDcsClient(world, self.etcd, world.rng.choice(world.nodes).name)
+        token = FencedWriter.of_formation(self.etcd, KEYS, epoch, GROUP, formation)
+        self.publisher = Publisher(self.etcd, KEYS, STREAM, epoch=epoch, owner="rank", chunk_bytes=1024,
+                                   replicas=world.rng.choice([1, 2]), staging_ttl_s=3, token=token)
+        self.publisher._client = self.client
+
+    def publish(self, content: int) -> Version:
+        """Publishes the weights ``content``, as two ranks have written them."""
+        ranks, parts = SimDcsClient(self.world, self.etcd, ""), list[Part]()
+        try:
+            for place, node in enumerate(self.world.rng.sample(self.world.nodes, 2)):
+                connection, name = ranks.connect(node.name), f"t{place}"
+                data = weights(content, name)
+                digest = connection.put(data)
+                entry = TensorEntry(name, "uint8", (len(data),), (Slice(digest, 0, len(data)),))
+                parts.append(Part(node.name, connection.node.incarnation, ((place, entry),), {digest: len(data)}))
+            return self.publisher.publish_parts(parts, meta={
+                "content": content, "epoch": self.epoch, "formation": self.formation})
+        finally:
+            ranks.close()
+
+    def kill(self) -> None:
+        self.etcd.dead = True
+        self.client.close()
+
+
+def weights(content: int, name: str) -> bytes:
+    return random.Random(f"{content} {name}").randbytes(TENSOR_BYTES)
+
+
+class CatalogWorld:
+    """A trainer group that publishes, readers, the leader's garbage collector, and nodes."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.now, self.counts = random.Random(seed), 0.0, Counter[str]()
+        self.log = Log("versions", seed, clock=lambda: self.now)
+        self.model = ObservedModel(self.log, self._written)
+        self.connections = iter(range(1, 1 << 30))
+        self.interference = Interference(lambda: self.rng.random() < 0.12, self._anything)
+        self.driver = SimClient(self.model, lambda: self.now)
+        self.nodes = list[SimNode]()
+        self.nodes += [SimNode(self, f"n{i}") for i in range(NODES)]
+        self.publishers, self._next_content = list[SimPublisher](), 1
+        self.damaged = set[int]()
+        """Versions of which a node has lost its copy, or may have: bytes of it have changed."""
+        self._highest = 0
+        leader = SimClient(self.model, lambda: self.now, self.interference)
+        self.collector = GarbageCollector(leader, KEYS, RetentionPolicy(KEPT), clock=lambda: self.now)
+        self.collector._client = SimDcsClient(self, leader, "n0")
+        self._reads, self._sweeps, self._is_quiet = 0, False, False
+        self.in_formations = seed % 3 > 0
+        """Whether publishers are ranks of a formation; else any process of the epoch may publish."""
+        self._form(new_epoch=True)
+
+    def run(self) -> list[Event]:
+        with mock.patch.object(fan_out, "ThreadPoolExecutor", SerialExecutor):
+            for _ in range(ACTIONS):
+                self._anything()
+            with self.interference.quiet():
+                self._goes_on()
+        return self.log.end()
+
+    def _goes_on(self) -> None:
+        """When nothing fails any more, a new formation publishes, and everybody can read it."""
+        self._is_quiet = True
+        self._pass_time(2 * GRACE_S)
+        self._form(new_epoch=False)
+        version = self.publishers[-1].publish(self._new_content())
+        self.collector.sweep([])
+        self._read(None, expected=version.number)
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+    def _anything(self) -> None:
+        roll = self.rng.random()
+        if roll < 0.38:
+            self._publish(self.rng.choice(self.publishers))
+        elif roll < 0.62:
+            self._read(self.rng.choice([None, None, self._any_number()]))
+        elif roll < 0.76:
+            self._sweep()
+        elif roll < 0.86:
+            self._pass_time(self.rng.choice([0.5, 2.0, 5.0]))
+        elif roll < 0.93:
+            self._form(new_epoch=self.rng.random() < 0.4)
+        elif roll < 0.96:
+            self._restart_node(self.rng.choice(self.nodes))
+        else:
+            self.damaged |= {*range(1, self._highest + 1)}
+            self.rng.choice(self.nodes).rot(self.rng)
+
+    def _sweep(self) -> None:
+        if not self._sweeps:
+            self._sweeps = True
+            for line in self.collector.sweep([]):
+                self.counts[line.partition(" ")[0]] += 1
+            self._sweeps = False
+
+    def _pass_time(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.5
+            for client in (*(node.etcd for node in self.nodes), *(p.etcd for p in self.publishers)):
+                if not isinstance(client, SimClient) or not self._stalls(client):
+                    client.keep_alive()
+            self.model.expire(self.now)
+
+    def _stalls(self, client: SimClient) -> bool:
+        """Whether a publisher is stopped for a while, and its lease ends meanwhile."""
+        return any(client is p.etcd for p in self.publishers) and self.rng.random() < 0.5
+
+    def _form(self, *, new_epoch: bool) -> None:
+        """A driver has the trainer group form again, in this epoch or, after a global restart, in the next one."""
+        epoch = (fencing.raise_epoch(self.driver, KEYS, "driver").number if new_epoch
+                 else fencing.current_epoch(self.driver, KEYS))
+        fencing.write(self.driver, KEYS, epoch, Op.put(KEYS.formation(GROUP), Formation(
+            epoch=epoch, hosts=[], data_parallel=1).encode()))
+        number = self.model.keys[KEYS.formation(GROUP)].version
+        for old in self.publishers[:-2]:
+            old.kill()
+        self.publishers = [*(p for p in self.publishers[-2:] if not p.etcd.dead), SimPublisher(
+            self, epoch, number if self.in_formations else 0)]
+
+    def _new_content(self) -> int:
+        self._next_content += 1
+        return self._next_content
+
+    def _publish(self, publisher: SimPublisher) -> None:
+        if publisher.etcd.dead or publisher.is_busy:
+            return
+        publisher.is_busy = True
+        if self.rng.random() < 0.1:
+            calls = iter(range(self.rng.randrange(1, 25)))
+            usual = publisher.etcd.on_call
+            publisher.etcd.on_call = lambda: usual() if next(calls, None) is not None else publisher.kill()
+        try:
+            publisher.publish(self._new_content())
+            self.counts["published"] += 1
+        except Fenced:
+            self.counts["fenced"] += 1
+            publisher.kill()
+        except ElasticRLError as e:
+            self.counts[type(e).__name__] += 1
+        finally:
+            publisher.is_busy = False
+        if publisher.etcd.dead and publisher is self.publishers[-1]:
+            self._form(new_epoch=False)
+
+    def _restart_node(self, node: SimNode) -> None:
+        self.damaged |= {v.number for v in reads.list_versions(self.driver, KEYS, STREAM)
+                         if v.state is VersionState.COMMITTED}
+        node.start()
+
+    # -- rules ---------------------------------------------------------------------------------------------------------
+    def _any_number(self) -> int | None:
+        committed = [v.number for v in reads.list_versions(self.driver, KEYS, STREAM)
+                     if v.state is VersionState.COMMITTED]
+        return self.rng.choice(committed) if committed else None
+
+    def _read(self, number: int | None, expected: int = 0) -> None:
+        """A reader pins a version, and reads all of it."""
+        self._reads += 1
+        etcd, holder = SimClient(self.model, lambda: self.now, self.interference), f"reader{self._reads}"
+        client = SimDcsClient(self, etcd, self.rng.choice(self.nodes).name)
+        try:
+            lease = etcd.keepalive(0)
+            version = pins.pin(etcd, KEYS, STREAM, number, holder, lease.id)
+            if expected and version.number != expected:
+                raise Violation(f"the head is version {version.number} after {expected} was published")
+            self._read_pinned(ChunkReader(client), version, lambda: lease.alive)
+            pins.unpin(etcd, KEYS, STREAM, version.number, holder)
+            lease.close()
+        except VersionNotFound:
+            self.counts["nothing to read"] += 1
+        except ElasticRLError as e:
+            self.counts[f"reader: {type(e).__name__}"] += 1
+        finally:
+            etcd.dead = True
+            client.close()
+
+    def _read_pinned(self, reader: ChunkReader, version: Version, is_pinned: Callable[[], bool]) -> None:
+        try:
+            manifest = reader.manifest(version)
+            found = {entry.name: reader.tensor(entry) for entry in manifest.tensors}
+        except ChunkMissing as e:
+            if is_pinned() and version.number not in self.damaged:
+                raise Violation(f"a reader that pins version {version.number} does not get it: {e.message}") from e
+            raise
+        content = int(version.meta["content"])
+        if found != {name: weights(content, name) for name in ("t0", "t1")}:
+            raise Violation(f"a reader got other bytes than those of version {version.number}")
+        self.counts["read"] += 1
+
+    def sent(self, data: memoryview) -> memoryview:
+        """Bytes as they arrive: now and then one has changed on the way."""
+        found = bytearray(data)
+        if not self._is_quiet and self.rng.random() < 0.01:
+            found[self.rng.randrange(len(found))] ^= 1
+        return memoryview(found)
+
+    def _written(self, kv: KeyValue) -> None:
+        """A version is begun and committed by the epoch and the formation that there are then; its number is new."""
+        if not kv.key.startswith(KEYS.versions_prefix(STREAM)):
+            return
+        version = Version.decode(kv.value)
+        if kv.version == 1:
+            if version.number <= self._highest:
+                raise Violation(f"number {version.number} was taken twice")
+            self._highest = version.number
+        now = {"epoch": self.model.keys[KEYS.epoch()].version,
+               "formation": self.model.keys[KEYS.formation(GROUP)].version}
+        if kv.version == 1 or version.state is VersionState.COMMITTED:
+            for what, number in now.items():
+                if version.meta[what] not in (0, number):
+                    raise Violation(f"version {version.number} became {version.state} for {what} "
+                                    f"{version.meta[what]} in {what} {number}")
+
+
+def run(seed: int) -> list[Event]:
+    """The log of a run. Raises Violation."""
+    return CatalogWorld(seed).run()
+
+
+def log(seed: int) -> list[Event]:
+    """The log of a run, until a rule was broken."""
+    world = CatalogWorld(seed)
+    with suppress(Violation):
+        return world.run()
+    return world.log.end()
