@@ -26,11 +26,12 @@ class Kind(StrEnum):
     """Kinds of records. Each record has ``at`` (unix s), ``kind`` and the fields that are named here."""
 
     RUN = "run"
-    """First record. ``form``, ``scenario``, ``seed``, ``schedule`` (as its JSON object), ``target``, ``settings`` (of
-    the job, without secrets), ``versions`` (package → version), ``commit``, ``baseline`` (whether it is the fault-free
-    run), ``traffic`` (its names in ``chaos_tests.traffic.workloads``), ``floor`` (the least that makes it worth
-    something: ``steps`` before the first fault, ``answers`` of clients), ``must_see`` (rules that must not be unseen
-    in it)."""
+    """First record. ``form``, ``scenario``, ``seed``, ``schedule`` (as its JSON object, without secrets), ``target``,
+    ``arguments`` (words of a command line that name the job and what of it may be struck, where it ran before),
+    ``settings`` (of the job, without secrets), ``versions`` (package → version), ``commit``, ``baseline`` (whether it
+    is the fault-free run), ``traffic`` (its names in ``chaos_tests.traffic.workloads``), ``floor`` (the least that
+    makes it worth something: ``steps`` before the first fault, ``answers`` of clients), ``must_see`` (rules that must
+    not be unseen in it)."""
     FAULT = "fault"
     """A planned fault, once it is over or given up. ``name``, ``step``, ``target``, ``state`` (of the victim then),
     ``witness`` ("" when it was not seen to happen), ``injected_at`` (when it struck), ``detected_at``,
@@ -110,13 +111,16 @@ _OBJECT: _Types = frozenset({dict})
 _LIST_OR_NONE: _Types = frozenset({list, type(None)})
 _TYPES: Mapping[str, Sequence[tuple[Sequence[str], _Types, bool]]] = {
     Kind.RUN: ((("scenario", "target", "commit"), _TEXT, False),
-               (("schedule", "settings", "versions", "floor"), _OBJECT, False), (("must_see",), _LIST_OR_NONE, False)),
+               (("arguments", "traffic", "must_see"), _LIST_OR_NONE, False),
+               (("schedule", "settings", "versions", "floor"), _OBJECT, False)),
     Kind.FAULT: ((("name",), _TEXT, True), (("breaks",), _TEXT, False),
                  (("injected_at", "detected_at", "healed_at"), _TIME_OR_NONE, False)),
     Kind.OPERATION: ((("key",), _TEXT, True), (("began_s",), _TIME, True), (("ended_s",), _TIME_OR_NONE, False)),
     Kind.CHANGE: ((("revision",), _NUMBER, True), (("key",), _TEXT, True), (("create",), _NUMBER, False),
                   (("put",), frozenset({bool}), True), (("value",), _TEXT, False)),
     Kind.GAP: ((("first", "last"), _NUMBER, True),),
+    Kind.WATCH: ((("client", "prefix"), _TEXT, True), (("revision",), _NUMBER, True), (("key",), _TEXT, False),
+                 (("put", "listed"), frozenset({bool}), False)),
     Kind.STEP: ((("step",), _NUMBER, True),),
     Kind.EVENT: ((("name", "subject", "message"), _TEXT, True),),
     Kind.NOTIFICATION: ((("alert", "subject", "phase"), _TEXT, True),),

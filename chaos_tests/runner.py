@@ -7,6 +7,7 @@ undone is in ``undo.jsonl``, and a file ``abort`` ends the run (``abort``).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import subprocess
@@ -84,6 +85,8 @@ class Limits:
     """A fault from which the job has not recovered after so long is given up."""
     aborts_itself: bool = False
     """Whether a run ends early for a reason of ``abort.reason``. On a cluster of its own that is a finding."""
+    arguments: Sequence[str] = ()
+    """Words of a command line that strikes the same job with the same limits."""
     guard: Callable[[FaultContext], Callable[[str, Fault], Fault]] | None = None
     """Makes of each fault the one that is injected (``blast_radius.guarded``)."""
 
@@ -139,7 +142,8 @@ def run_attached(schedule: Schedule, folder: Path, target: Target, limits: Limit
     with abort.running(folder) as aborts:
         _prepare(schedule, folder)
         switch(aborts)
-        with _log_of(folder, schedule, target.cfg, target.name, baseline=False) as event_log:
+        with _log_of(folder, schedule, target.cfg, target.name, baseline=False, arguments=limits.arguments
+                     ) as event_log:
             end = _Play(target, scenario, schedule, folder, event_log, aborts, limits, say).follow()
             _write_end(event_log, end, aborts)
         return _reported(folder)
@@ -168,10 +172,15 @@ def _require_new(folder: Path) -> None:
         raise ConfigError(f"{folder} has the results of a run", hint="name another folder with --out")
 
 
+def shown(schedule: Schedule) -> Schedule:
+    """The schedule as it is kept: others read the folder of a run. Secrets among its settings are to be given again."""
+    return replace(schedule, settings=tuple(map(secrets.redacted_setting, schedule.settings)))
+
+
 def _prepare(schedule: Schedule, folder: Path) -> None:
     """Writes what a run begins with into its folder, in which no other one runs. Raises as ``_require_new``."""
     _require_new(folder)
-    replace_file(folder / SCHEDULE, schedule.to_json(), private=True)
+    replace_file(folder / SCHEDULE, shown(schedule).to_json(), private=True)
 
 
 def _run_own(scenario: Scenario, schedule: Schedule, folder: Path, aborts: AbortSwitch, say: Say, *, baseline: bool
@@ -200,13 +209,15 @@ def _write_end(event_log: EventLog, end: Mapping[str, Any], aborts: AbortSwitch)
 
 
 @contextmanager
-def _log_of(folder: Path, schedule: Schedule, cfg: Config, target: str, *, baseline: bool) -> Iterator[EventLog]:
+def _log_of(folder: Path, schedule: Schedule, cfg: Config, target: str, *, baseline: bool,
+            arguments: Sequence[str] = ()) -> Iterator[EventLog]:
     scenario, event_log = scenario_of(schedule), EventLog(folder / EVENTS)
     traffic = scenario.traffic if target in OWN_TARGETS else ()
     try:
         event_log.write(
             Kind.RUN, form=FORM, scenario=schedule.scenario, seed=schedule.seed, target=target, baseline=baseline,
-            schedule=json.loads(schedule.to_json()), settings=secrets.redacted(cfg.model_dump(mode="json")),
+            schedule=json.loads(shown(schedule).to_json()), arguments=[*arguments],
+            settings=secrets.redacted(cfg.model_dump(mode="json")),
             versions=_versions(), commit=_commit(), traffic=[*traffic],
             must_see=must_see(schedule, own=target in OWN_TARGETS,
                               compared=cfg.deterministic and (folder / BASELINE).exists()),
@@ -226,9 +237,15 @@ def _versions() -> dict[str, str]:
 
 def _commit() -> str:
     """Of the checkout that this package is of; "" where it is of none."""
-    asked = subprocess.run(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
-                           capture_output=True, encoding="utf-8", check=False) if which("git") else None
-    return asked.stdout.strip() if asked is not None and not asked.returncode else ""
+    root = Path(__file__).resolve().parents[1]
+
+    def asked(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, encoding="utf-8", check=False)
+        return done.stdout.strip() if not done.returncode else ""
+
+    # An installed package may be below a checkout of something else.
+    return asked("describe", "--always", "--dirty") if which("git") and asked("rev-parse", "--show-toplevel") == str(
+        root) else ""
 
 
 # -- one run -----------------------------------------------------------------------------------------------------------
@@ -240,6 +257,7 @@ class _Play:
         self._target, self._scenario, self._schedule, self._folder = target, scenario, schedule, folder
         self._log, self._aborts, self._limits, self._say = event_log, aborts, limits, say
         self._sampler = Sampler(target.cluster, target.reader, target.api)
+        self._traffic = list[Traffic]()
         self._secret = target.cluster_keys.submission("")
         """Prefix of the keys that have the environment of whoever submitted a job, sealed."""
 
@@ -255,9 +273,9 @@ class _Play:
         pollers = [_Poller(poll, every_s) for poll, every_s in (
             (steps.poll, _POLL_S), (_Events(target, self._log).poll, _POLL_S),
             (self._sample_store, _SAMPLE_S), (self._sample_processes, _SAMPLE_S))]
-        traffic, mark = list[Traffic](), None
+        mark: int | None = None
         try:
-            traffic += self._traffic()
+            self._begin_traffic(changes=False)
             self._inject(steps)
             if target.own and not self._over():
                 self._say("stopping the job")
@@ -269,7 +287,7 @@ class _Play:
                 mark = _answered(lambda: target.reader.put(f"{target.keys.root}{_LAST_KEY}", b""), time.monotonic())
         finally:
             endings: list[Callable[[], None]] = [
-                *(partial(_end_traffic, each, mark) for each in traffic), *(poller.close for poller in pollers),
+                *(partial(_end_traffic, each, mark) for each in self._traffic), *(poller.close for poller in pollers),
                 partial(_end_observer, observer, mark)]
             for finish in endings:
                 try:
@@ -279,10 +297,12 @@ class _Play:
                     problems.append(e.message if isinstance(e, ElasticRLError) else f"{type(e).__name__}: {e}")
         return {**end, "problems": problems, "revision": mark}
 
-    def _traffic(self) -> Iterator[Traffic]:
-        """What goes on on a cluster of the run's own: others may not have what it does to theirs."""
+    def _begin_traffic(self, *, changes: bool) -> None:
+        """Begins what goes on on a cluster of the run's own: others may not have what it does to theirs. ``changes``:
+        as of ``Workload``."""
         for n, name in enumerate(self._scenario.traffic if self._target.own else ()):
-            yield WORKLOADS[name].make(self._target, self._schedule.seed + n, self._log).start()
+            if WORKLOADS[name].changes == changes:
+                self._traffic.append(WORKLOADS[name].make(self._target, self._schedule.seed + n, self._log).start())
 
     def _inject(self, steps: _Steps) -> None:
         """Returns when the run is to end, with all undone that faults have left."""
@@ -321,7 +341,9 @@ class _Play:
             if self._limits.aborts_itself and (why := self._reason(injector)):
                 self._aborts.request(why)
                 return
-            began_s = time.monotonic() if began_s is None and steps.newest else began_s
+            if began_s is None and steps.newest:
+                began_s = time.monotonic()
+                self._begin_traffic(changes=True)
             if steps.newest != newest or injector.under_way:
                 newest, progress_s = steps.newest, time.monotonic()
             if self._target.own and time.monotonic() > progress_s + self._limits.recovery_s:
@@ -359,7 +381,8 @@ class _Play:
 
     def _on_change(self, change: Mapping[str, Any]) -> None:
         if change["key"].startswith(self._target.observed) and not change["key"].startswith(self._secret):
-            self._log.write(Kind.CHANGE, **change)
+            of_job = change["key"].startswith(self._target.cluster_keys.jobs_prefix())
+            self._log.write(Kind.CHANGE, **(_without_seal(change) if of_job else change))
 
     def _sample_processes(self) -> None:
         for sample in self._sampler.processes():
@@ -367,6 +390,18 @@ class _Play:
 
     def _sample_store(self) -> None:
         self._log.write(Kind.STORE, **self._sampler.store())
+
+
+def _without_seal(change: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The change of a job's record with a digest in the place of its sealed settings: whoever gets the secret of the
+    cluster later is not to read them in a log."""
+    try:
+        record = json.loads(change["value"])
+        sealed = record["settings"]
+    except (ValueError, TypeError, KeyError):
+        return change
+    digest = f"sha256:{hashlib.sha256(str(sealed).encode()).hexdigest()}" if sealed else ""
+    return {**change, "value": json.dumps({**record, "settings": digest})}
 
 
 def _answered(read: Callable[[], T], until: float) -> T | None:

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from chaos_tests import growth
-from chaos_tests.faults.catalogue import WEIGHTS, Need, weights
+from chaos_tests.faults.catalogue import FAULTS, WEIGHTS, Need, weights
 from chaos_tests.nemesis.schedule import Schedule, drawn, drawn_by_time
 from chaos_tests.validate.growth import FEWEST_STEPS
 from chaos_tests.validate.verdict import GROWTH
@@ -82,10 +82,10 @@ class Scenario:
             found = Schedule(seed, 0 if minutes else steps, (), minutes)
         elif minutes:
             found = drawn_by_time(seed, minutes, count, weights, together=self.together, before_s=self.pace_s.before,
-                                  apart_s=self.pace_s.apart, after_s=self.pace_s.after)
+                                  apart_s=self.pace_s.apart, after_s=self.pace_s.after, struck=_STRUCK)
         else:
             found = drawn(seed, steps, count, weights, together=self.together, before=self.pace.before,
-                          apart=self.pace.apart, after=self.pace.after)
+                          apart=self.pace.apart, after=self.pace.after, struck=_STRUCK)
         return replace(found, scenario=self.name, settings=tuple(settings))
 
     def usual_count(self, steps: int = 0, minutes: float = 0.0) -> int:
@@ -122,6 +122,7 @@ _SMALL: Mapping[str, Any] = {
     "train.updates_per_step": 1, "train.eval_every_steps": 1000, "sft.max_steps": 0, "data.options.operand_below": 30,
     "trainer.tensor_parallel": 1, "trainer.data_parallel": 1, "coordinator.replicas": 2}
 """A job that a machine of two cores trains while its parts are killed: half a second a step."""
+_STRUCK = {name: entry.part.value for name, entry in FAULTS.items()}
 _EVERY = weights(frozenset({Need.OUTSIDE, Need.PTRACE, Need.DISK}))
 _ANY_SCHEDULE = ("engine_killed", "trainer_rank_killed", "trainer_rank_stopped", "rollout_killed", "advantages_killed",
                  "driver_killed", "coordinator_killed", "dcs_killed")
@@ -149,6 +150,12 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("async", "a fully asynchronous job whose groups are generated beside its steps",
              {**_SMALL, "train.schedule": "fully_async", "train.max_staleness": 2}, steps=120, count=6,
              faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=30.0, pace=Pace(3, 10, 30)),
+    Scenario("changes", "a small job whose pool clients scale, whose engines they have replaced and whose driver "
+             "restarted, while faults happen", {**_SMALL, "rollout.engines": 2}, steps=150, count=6,
+             faults={name: WEIGHTS[name] for name in ("coordinator_killed", "dcs_killed", "trainer_rank_killed",
+                                                      "advantages_killed", "actor_killed", "etcd_killed")},
+             steps_per_minute=25.0, pace=Pace(5, 12, 30), floor_answers=80,
+             traffic=("scales", "silences", "drains", "restarts", "watches")),
     Scenario("critic", "PPO, whose critic is a group of ranks of its own",
              {**_SMALL, "algorithm.name": "ppo", "critic.trainer": {"data_parallel": 1}}, steps=80, count=5,
              faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=25.0, pace=Pace(3, 8, 25)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,14 +65,17 @@ def build(judged: Judged) -> dict[str, Any]:
 
 
 def reproduce(run: Event) -> str:
-    """The command line that draws the same schedule for the same job; "" of a log that names no scenario."""
+    """The command line that draws the same schedule for the same job, quoted for a shell; secrets among its settings
+    are to be filled in. "" of a log that names no scenario."""
     schedule: Mapping[str, Any] = run.get("schedule") or {}
     if not run.get("scenario"):
         return ""
-    length = f"--minutes {schedule['minutes']:g}" if schedule.get("minutes") else f"--steps {schedule.get('steps', 0)}"
+    length = (["--minutes", f"{schedule['minutes']:g}"] if schedule.get("minutes") else
+              ["--steps", str(schedule.get("steps", 0))])
     faults = sum(len(strike["faults"]) for strike in schedule.get("strikes") or ())
-    return " ".join(["elastic-rl chaos run", f"--scenario {run['scenario']}", f"--seed {run.get('seed')}", length,
-                     f"--faults {faults}", *(schedule.get("settings") or ())])
+    return shlex.join(["elastic-rl", "chaos", "run", "--scenario", str(run["scenario"]), "--seed", str(run.get("seed")),
+                       *length, "--faults", str(faults), *map(str, schedule.get("settings") or ()),
+                       *map(str, run.get("arguments") or ())])
 
 
 def write(folder: Path) -> Judged:

@@ -26,7 +26,8 @@ from chaos_tests.target import Target, running_cluster
 from elastic_rl.faults.undo import UndoRegistry
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800), full(
-    proved_in="tests/e2e/test_faults_at_once.py tests/unit/chaos/test_abort.py tests/unit/chaos/test_blast_radius.py",
+    proved_in="chaos_tests/tests/test_runner_with_light_job.py tests/unit/chaos/test_runner.py "
+              "tests/unit/chaos/test_abort.py tests/unit/chaos/test_blast_radius.py",
     why="a cluster that is not the run's own")]
 MINUTES = 0.2
 

@@ -11,7 +11,7 @@ from chaos_tests import runner
 from chaos_tests.scenarios import SCENARIOS
 
 
-@full(proved_in="tests/e2e/test_faults_at_once.py tests/unit/chaos/test_verdict.py",
+@full(proved_in="chaos_tests/tests/test_runner_with_light_job.py tests/e2e/test_faults_at_once.py",
       why="faults in orders and pairs that nobody has chosen")
 @pytest.mark.e2e
 @pytest.mark.timeout(3600)

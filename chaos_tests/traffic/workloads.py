@@ -28,6 +28,9 @@ class Workload:
     make: Callable[[Target, int, EventLog], Traffic]
     """Of a target, a seed and the log of the run."""
     what: str
+    changes: bool = False
+    """Whether it changes what the job runs on: it then begins with the job's first step, as a job that has not begun is
+    only kept from it."""
 
 
 def _api(target: Target) -> ApiTarget:
@@ -52,11 +55,11 @@ WORKLOADS: Mapping[str, Workload] = {
                         "a watch of all that etcd has of the job"),
     "scales": Workload(lambda t, seed, log: PoolSizes(
         _api(t), seed, [_engines(t), _engines(t) + 1], writes=0.05, log=log),
-        "clients scale the pool out by one engine, and in again"),
+        "clients scale the pool out by one engine, and in again", changes=True),
     "drains": Workload(lambda t, seed, log: Requests(
         _api(t), seed, "engines/{engine}/drain", {"replace": True}, pause_s=_SELDOM_S, log=log),
-        "clients have engines replaced"),
+        "clients have engines replaced", changes=True),
     "restarts": Workload(lambda t, seed, log: Requests(
         _api(t), seed, "restarts", {"target": "driver", "reason": "chaos"}, pause_s=_SELDOM_S, log=log),
-        "clients have the driver restarted"),
+        "clients have the driver restarted", changes=True),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import shlex
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ from elastic_rl.cli.common import EXTRA, File, Output, err, find_cluster, locati
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.cli.tables import Format
 from elastic_rl.errors import ConfigError
+from elastic_rl.runtime.files import replace_file
 
 if TYPE_CHECKING:
     from chaos_tests.abort import AbortSwitch
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from chaos_tests.nemesis.schedule import Schedule
     from chaos_tests.runner import Outcome
     from chaos_tests.target import Target
+    from elastic_rl.config import Config
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=(
     "Prove that jobs recover from faults: on a cluster of its own, in simulated worlds, or on your cluster."))
@@ -74,16 +77,20 @@ RecoveryMinutes = Annotated[float, typer.Option("--recovery-minutes", min=0.1, m
 # -- what there is -----------------------------------------------------------------------------------------------------
 @app.command("list")
 def list_(output: Output = Format.TABLE) -> None:
-    """List the scenarios, the faults that they draw from, and the simulated worlds."""
+    """List the scenarios, the faults that they draw from, their traffic, and the simulated worlds."""
     from chaos_tests.faults.catalogue import FAULTS
-    from chaos_tests.scenarios import SCENARIOS
+    from chaos_tests.scenarios import SCENARIOS, Tier
     from chaos_tests.sim.worlds import WORLDS
+    from chaos_tests.traffic.workloads import WORKLOADS
     rows: list[dict[str, Any]] = [
         {"kind": "scenario", "name": s.name, "where": s.tier.value, "what": s.what, "steps": s.steps,
-         "minutes": s.minutes, "faults": s.count, "baseline": s.baseline, "settings": dict(s.settings)}
+         "minutes": s.minutes, "faults": s.count, "baseline": s.baseline, "settings": dict(s.settings),
+         "traffic": [*s.traffic]}
         for s in SCENARIOS.values()]
     rows += [{"kind": "fault", "name": name, "where": entry.part.value, "what": entry.what, "weight": entry.weight,
               "takes_all": entry.takes_all} for name, entry in FAULTS.items()]
+    rows += [{"kind": "traffic", "name": name, "where": Tier.ONE_HOST.value, "what": load.what}
+             for name, load in WORKLOADS.items()]
     rows += [{"kind": "world", "name": name, "where": "sim", "what": world.what} for name, world in WORLDS.items()]
     tables.show(out, rows, _COLUMNS, output)
 
@@ -137,7 +144,12 @@ def replay(ctx: typer.Context, path: Annotated[Path, typer.Argument(metavar="FOL
     schedule, attaches = runner.schedule_at(path), names_target(ctx, file)
     _require_effect(ctx, attaches, *(["faults"] if not attaches else []))
     if not attaches:
-        _own(ctx, replace(schedule, settings=(*schedule.settings, *_settings(ctx))), out_folder, baseline,
+        given = _settings(ctx)
+        keys = {word.partition("=")[0] for word in given}
+        kept = [word for word in schedule.settings if word.partition("=")[0] not in keys]
+        schedule = replace(schedule, settings=(*kept, *given))
+        _require_secrets(schedule)
+        _own(ctx, schedule, out_folder, baseline,
              dry_run=dry_run, output=output)
         return
     if not schedule.by_time:
@@ -161,8 +173,9 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
     from chaos_tests.nemesis.schedule import shrunk
     schedule = runner.schedule_at(path)
     runner.scenario_of(schedule)
+    _require_secrets(schedule)
     folder = out_folder or _new_folder(schedule, Path("runs"), "shrink")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     runs = 0
 
     def fails(part: Schedule) -> bool:
@@ -176,13 +189,13 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
         return bool(outcome.wrong)
 
     found = shrunk(schedule, fails, tries=tries)
-    (folder / runner.SCHEDULE).write_text(found.to_json(), encoding="utf-8")
+    replace_file(folder / runner.SCHEDULE, runner.shown(found).to_json(), private=True)
     if output is Format.JSON:
         tables.write_json({"faults": found.faults, "of": schedule.faults, "runs": runs,
                            "schedule": str(folder / runner.SCHEDULE)})
         return
     say(f"{found.faults} of {schedule.faults} faults are left after {runs} runs")
-    say(f"again    elastic-rl chaos replay {folder / runner.SCHEDULE}")
+    say(f"again    {shlex.join(['elastic-rl', 'chaos', 'replay', str(folder / runner.SCHEDULE)])}")
 
 
 @app.command("abort")
@@ -209,16 +222,18 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
           output: Output = Format.TABLE) -> None:
     """Judge a run again by its log, which may have been made on another machine; code 1 where a rule is broken."""
     from chaos_tests import report, runner
+    from chaos_tests.event_log import Records
     if not (folder / report.EVENTS).is_file():
         raise ConfigError(f"there is no {report.EVENTS} in {folder}", hint="name a folder that `chaos run` has written")
     try:
         outcome = runner.outcome_of(folder)
+        first = next(iter(Records(folder / report.EVENTS)), {})
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OSError) as e:
         logging.getLogger(__name__).debug("the log in %s cannot be judged", folder, exc_info=True)
         raise ConfigError(str(e) if isinstance(e, ValueError | OSError) else
                           f"the log in {folder} has records of another form: {type(e).__name__} {e}",
                           hint="it is damaged, or of another release") from e
-    _show(outcome, output)
+    _show(outcome, output, [*map(str, first.get("arguments") or ())])
 
 
 # -- without real parts ------------------------------------------------------------------------------------------------
@@ -265,6 +280,14 @@ def _require_effect(ctx: typer.Context, attaches: bool, *more: str) -> None:
         raise ConfigError(f"{names}: a run against a cluster that runs has no baseline" if attaches else
                           f"{names}: only for a run against a cluster that runs",
                           hint="leave it out" if attaches else "name its job with --job=NAME, or leave it out")
+
+
+def _require_secrets(schedule: Schedule) -> None:
+    """Raises ConfigError for a schedule out of which a secret was taken before it was kept."""
+    from elastic_rl.config import secrets as kept
+    if missing := [word.partition("=")[0] for word in schedule.settings if kept.is_redacted(word)]:
+        raise ConfigError(f"the schedule does not have the values of {', '.join(missing)}: no secret is kept",
+                          hint="replay it, and give them again")
 
 
 def _settings(ctx: typer.Context) -> list[str]:
@@ -360,10 +383,22 @@ def _attached(ctx: typer.Context, file: Path | None, schedule_of: Callable[[Targ
             _confirm(target.cfg.job)
         limits = runner.Limits(
             overlap=radius.at_once // max(1, largest),
+            arguments=_arguments(ctx, radius, target.cfg, recovery_minutes),
             recovery_s=60.0 * recovery_minutes, aborts_itself=True,
             guard=lambda context: blast_radius.guarded(radius, context))
         _show(_run_to_end(lambda switch: runner.run_attached(schedule, folder, target, limits, say=_progress,
-                                                             switch=switch)), output)
+                                                             switch=switch)), output, limits.arguments)
+
+
+def _arguments(ctx: typer.Context, radius: BlastRadius, cfg: Config, recovery_minutes: float) -> list[str]:
+    """Words that strike the same job within the same radius."""
+    from elastic_rl.config import secrets as kept
+    cluster = [f"--cluster={cfg.cluster}"] if cfg.cluster else []
+    where = [f"--run_dir={cfg.run_dir.resolve()}", *cluster, f"--job={cfg.job}"]
+    others = [word for word in overrides(ctx.args) if word.partition("=")[0] not in _WHERE]
+    return [*where, *map(kept.redacted_setting, others),
+            "--only", ",".join(sorted(radius.parts)), "--at-once", str(radius.at_once),
+            *(["--allow-last"] if radius.allow_last else []), "--recovery-minutes", f"{recovery_minutes:g}"]
 
 
 def _say_strikes(schedule: Schedule, radius: BlastRadius, target: Target, replicas: Any) -> None:
@@ -393,10 +428,20 @@ def _run_to_end(run: Callable[[Callable[[AbortSwitch], None]], Outcome]) -> Outc
 
 @contextmanager
 def _signals(on_signal: Callable[[str], object]) -> Iterator[None]:
-    """Within the block, SIGINT, SIGTERM and SIGHUP end nothing but call ``on_signal``: a cluster that is being brought
-    up or taken down is not left half done."""
+    """Within the block, the first SIGINT, SIGTERM or SIGHUP ends nothing but calls ``on_signal``: a cluster that is
+    being brought up or taken down is not left half done. After it each does what it did before the block."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {n: signal.signal(n, lambda number, frame: on_signal(signal.Signals(number).name)) for n in numbers}
+
+    def first(number: int, frame: object) -> None:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+        on_signal(signal.Signals(number).name)
+        _progress(f"{signal.Signals(number).name}: the run ends, and undoes what can be undone; a second one ends the "
+                  "command at once")
+
+    before = {n: signal.getsignal(n) for n in numbers}
+    for n in numbers:
+        signal.signal(n, first)
     try:
         yield
     finally:
@@ -417,9 +462,10 @@ def _new_folder(schedule: Schedule, run_dir: Path, what: str = "") -> Path:
     return run_dir.resolve() / "chaos" / "-".join(words)
 
 
-def _show(outcome: Outcome, output: Format) -> None:
-    """Prints the outcome of a run, and ends the command with its code."""
-    again = f"elastic-rl chaos replay {outcome.folder / 'schedule.json'}"
+def _show(outcome: Outcome, output: Format, arguments: Sequence[str] = ()) -> None:
+    """Prints the outcome of a run, and ends the command with its code. ``arguments``: of the line that runs it again.
+    """
+    again = shlex.join(["elastic-rl", "chaos", "replay", str(outcome.folder / "schedule.json"), *arguments])
     if output is Format.JSON:
         tables.write_json({**asdict(outcome), "folder": str(outcome.folder), "failed": outcome.failed, "again": again})
     else:

@@ -3,9 +3,12 @@ options of the user's own code may be keys of services."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
+
+import yaml
 
 from elastic_rl.runtime.secret_names import HIDDEN, is_secret_name, without_users
 
@@ -47,6 +50,26 @@ def redacted_receiver(url: str) -> str:
     """An Apprise URL with its scheme only: services have their tokens in the place of host, user and path alike."""
     scheme, found, _ = url.partition("://")
     return f"{scheme}://{HIDDEN}" if found else HIDDEN
+
+
+def redacted_setting(word: str) -> str:
+    """A setting ``--key.sub=value`` of a command line, to be shown or kept where others read it."""
+    key, _, value = word.partition("=")
+    if is_secret(key.removeprefix("--")):
+        return f"{key}={HIDDEN}"
+    try:
+        parsed = yaml.safe_load(value)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        parsed = None
+    if isinstance(parsed, Mapping | list) and (shown := without_secrets(parsed)) != parsed:
+        return f"{key}={json.dumps(shown, ensure_ascii=False, default=str)}"
+    return f"{key}={without_users(value)}"
+
+
+def is_redacted(word: str) -> bool:
+    """Whether ``redacted_setting`` has taken a secret out of the setting."""
+    value = word.partition("=")[2]
+    return value == HIDDEN or f'"{HIDDEN}"' in value or f"//{HIDDEN}@" in value
 
 
 def redacted(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -231,7 +231,7 @@ def command(process: psutil.Process) -> str:
 def kill(pid: int, striking: AbstractContextManager[None] | None = None) -> str:
     """kill -9 of one process, within ``striking``; returns the witness that it has ended."""
     process = psutil.Process(pid)
-    program, *args = process.cmdline()
+    program, *args = process.cmdline() or [process.name()]  # one that is just being started has no command line
     name = " ".join([Path(program).name, *args[:3]])[:80]
     with striking or contextlib.nullcontext():
         os.kill(pid, signal.SIGKILL)

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable
 from elastic_rl.faults.context import Fault, FaultContext, InjectionEnded
 from elastic_rl.faults.kinds import CoordinatorKilled, EngineKilled, PoolScaled, TrainerRankKilled
+from elastic_rl.faults.undo import undo_all
 from elastic_rl.report.build import read_records_since
 
 log = logging.getLogger(__name__)
@@ -79,10 +80,22 @@ class FaultInjector(threading.Thread):
         self._began_s: float | None = None
 
     def run(self) -> None:
+        """What an injector of this run that was killed has left is undone first, and at the end what is left of this
+        one, also where nobody waits for that any more."""
+        self._undo()
         try:
             self._play_plan()
         except (_Stopped, InjectionEnded):
             return
+        finally:
+            self._undo()
+
+    def _undo(self) -> None:
+        undone = undo_all(self.context.undo.folder)
+        for line in undone.done:
+            log.warning("undone: %s", line)
+        for line in undone.failed:
+            log.error("not undone: %s", line)
 
     def end(self) -> None:
         """No further fault is injected, and none waited for."""

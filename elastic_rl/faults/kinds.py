@@ -44,11 +44,17 @@ class Killed(ABC):
         """Whether another process does what the killed one did."""
 
     def healed(self) -> bool:
+        """One that comes back and dies again, as in a crash loop, has not recovered."""
         step = self.context.step()
-        if self._back_at:
-            return step >= self._back_at + self._further
-        self._back_at = step if self.is_back() else 0
-        return False
+        if not self._back_at:
+            self._back_at = step if self.is_back() else 0
+            return False
+        if step < self._back_at + self._further:
+            return False
+        if not self.is_back():
+            self._back_at = 0
+            return False
+        return True
 
 
 class EngineKilled(Killed):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from elastic_rl.errors import ConfigError, DeadlineExceeded
 
-_POKETEXT, _CONT, _GETREGS, _SETREGS, _ATTACH, _DETACH = 4, 7, 12, 13, 16, 17
+_PEEKTEXT, _POKETEXT, _CONT, _GETREGS, _SETREGS, _ATTACH, _DETACH = 1, 4, 7, 12, 13, 16, 17
 _WALL = 0x40000000
 _EXIT_GROUP = 231
 _YAMA, _FORBIDDEN, _CAP_SYS_PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope"), 3, 19
@@ -66,10 +66,16 @@ def exit_process(pid: int, code: int = 0) -> None:
     registers = _Registers()
     try:
         _ptrace(_GETREGS, pid, data=ctypes.byref(registers))
-        _ptrace(_POKETEXT, pid, address=registers.rip, data=_SYSCALL)  # in its private copy of the page
+        address = registers.rip
+        text = _ptrace(_PEEKTEXT, pid, address=address)
+        _ptrace(_POKETEXT, pid, address=address, data=_SYSCALL)  # in its private copy of the page
         registers.rax, registers.rdi = _EXIT_GROUP, code
         registers.orig_rax = 2 ** 64 - 1  # no system call that was interrupted is begun again
-        _ptrace(_SETREGS, pid, data=ctypes.byref(registers))
+        try:
+            _ptrace(_SETREGS, pid, data=ctypes.byref(registers))
+        except BaseException:
+            _ptrace(_POKETEXT, pid, address=address, data=text)  # it goes on with what it was doing
+            raise
     finally:
         _ptrace(_DETACH, pid)
 
@@ -131,14 +137,16 @@ def _release(thread: int) -> None:
         _ptrace(_DETACH, thread)
 
 
-def _ptrace(request: int, thread: int, *, address: int = 0, data: object = 0) -> None:
-    """Has to be called by the thread that has attached."""
-    if _libc.ptrace(request, thread, address, data) == -1:
-        number = ctypes.get_errno()
+def _ptrace(request: int, thread: int, *, address: int = 0, data: object = 0) -> int:
+    """Has to be called by the thread that has attached. Returns the word that ``_PEEKTEXT`` reads."""
+    ctypes.set_errno(0)
+    found = int(_libc.ptrace(request, thread, address, data))
+    if found == -1 and (number := ctypes.get_errno()):  # a word may be -1 too
         if number == errno.ESRCH:
             raise ProcessLookupError(number, os.strerror(number))
         raise ConfigError(f"ptrace of pid {thread}: {os.strerror(number)}",
                           hint="run as root, or allow ptrace: sysctl kernel.yama.ptrace_scope=0")
+    return found
 
 
 def _require_supported() -> None:

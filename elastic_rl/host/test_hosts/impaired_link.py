@@ -15,6 +15,7 @@ import fcntl
 import heapq
 import itertools
 import json
+import math
 import os
 import random
 import select
@@ -51,7 +52,7 @@ class Impairment:
     """0: as fast as the link is."""
 
     def __post_init__(self) -> None:
-        if min(asdict(self).values()) < 0 or self.loss > 1:
+        if not all(0 <= value < math.inf for value in asdict(self).values()) or self.loss > 1:
             raise ValueError(f"this is no impairment of a link: {self}")
 
     def __str__(self) -> str:

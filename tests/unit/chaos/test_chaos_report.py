@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -119,6 +120,15 @@ def test_report_says_what_was_run_and_how_to_run_it_again(tmp_path: Path) -> Non
     page = parsed((tmp_path / "report.html").read_text())
     for words in (report["reproduce"], "abc1234", "elastic-rl 0.1.0", "seed 1", "passed"):
         assert str(words) in page.text
+
+
+def test_line_that_runs_it_again_is_whole_and_survives_a_shell(tmp_path: Path) -> None:
+    records = Log().records
+    words = ["--x=$(touch F); y", "--data.name=a b's"]
+    records[0] |= {"arguments": ["--run_dir=/r", "--job=j", "--only", "engines", "--at-once", "2"]}
+    records[0]["schedule"]["settings"] = words
+    line = report_of(put(tmp_path, records))["reproduce"]
+    assert shlex.split(line)[-8:] == [*words, *records[0]["arguments"]]
 
 
 def test_page_shows_what_was_violated_with_the_records_that_prove_it(tmp_path: Path) -> None:

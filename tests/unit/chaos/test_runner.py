@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import json
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +15,7 @@ import pytest
 
 from chaos_tests import runner
 from chaos_tests.abort import AbortSwitch
-from chaos_tests.event_log import Event, EventLog
+from chaos_tests.event_log import Event, EventLog, Kind, read
 from chaos_tests.nemesis.schedule import Schedule
 from chaos_tests.receiver import Notice, notices
 from chaos_tests.scenarios import SCENARIOS
@@ -23,6 +26,7 @@ from elastic_rl.coordinator.alerts.message import compose
 from elastic_rl.coordinator.alerts.receiver_queue import NotificationGroup
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
 from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import Severity
 from elastic_rl.faults.context import FaultContext
@@ -130,3 +134,69 @@ def test_poller_that_has_ended_by_an_error_says_so() -> None:
     poller = runner._Poller(poll, 0.01)
     with pytest.raises(KeyError, match="step"):
         poller.close()
+
+
+# -- a job that runs already -------------------------------------------------------------------------------------------
+class Running(Away):
+    """A job of others, which makes steps."""
+
+    own, name, over = False, "job j in a folder", False
+
+    def __init__(self, folder: Path, alerts: Sequence[Alert] = ()) -> None:
+        super().__init__(folder)
+        self.cluster.here = self.cfg
+        self.etcd.revision = lambda: 41
+        self.reading = lambda: SimpleNamespace(phase=JobPhase.RUNNING, over=False)
+        self.alerts = lambda: [*alerts]
+        self.committed_steps = lambda: [1, 2]
+        self.paths.steps.write_text('{"kind": "step", "step": 1, "at": 1.0}\n')
+
+    def train(self, aborts: AbortSwitch) -> None:
+        """Makes steps from now on."""
+        def work() -> None:
+            for step in itertools.count(2):
+                with self.paths.steps.open("a") as file:
+                    file.write(json.dumps({"kind": "step", "step": step, "at": float(step)}) + "\n")
+                aborts.wait(0.05)
+                if aborts.why or self.over:
+                    return
+
+        threading.Thread(target=work, daemon=True).start()
+
+
+def attached(folder: Path, target: Running, monkeypatch: pytest.MonkeyPatch, minutes: float
+             ) -> tuple[runner.Outcome, list[Event]]:
+    for name, value in (("Observer", NoObserver), ("_END_S", 0.0), ("_ALERTS_END_S", 0.0), ("_POLL_S", 0.05),
+                        ("require_client", lambda: None)):
+        monkeypatch.setattr(runner, name, value)
+    try:
+        outcome = runner.run_attached(Schedule(1, 0, (), minutes, "quick"), folder / "results", cast(Any, target),
+                                      runner.Limits(aborts_itself=True), switch=target.train)
+    finally:
+        target.over = True
+    return outcome, [*read(folder / "results" / "events.jsonl")]
+
+
+@pytest.mark.timeout(60)
+def test_run_against_a_job_that_runs_ends_with_its_minutes_and_leaves_the_job(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome, events = attached(tmp_path, Running(tmp_path / "runs"), monkeypatch, 0.005)
+    begin, end = events[0], events[-1]
+    assert (begin["target"], begin["traffic"], begin["baseline"]) == ("job j in a folder", [], False)
+    assert (end["phase"], end["committed_steps"], end["aborted"], end["problems"], end["revision"]) == (
+        "running", [1, 2], "", [], None)
+    steps = [event["step"] for event in events if event["kind"] == Kind.STEP]
+    assert steps and steps[0] > 1, "its steps of before are not of this run"
+    assert not outcome.aborted and (outcome.folder / "report.html").exists()
+    assert outcome.failed and "run: the observer saw no change of etcd" in outcome.wrong, "nobody has observed this one"
+    assert "I1" in outcome.unseen
+
+
+@pytest.mark.timeout(60)
+def test_run_against_a_job_that_runs_aborts_itself_on_an_alert_of_no_fault(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alert = Alert(id="a", kind="engine.dead", subject="e", message="it has ended", phase=Phase.FIRING,
+                  severity=Severity.ERROR, since=1.0)
+    outcome, events = attached(tmp_path, Running(tmp_path / "runs", [alert]), monkeypatch, 60.0)
+    assert outcome.failed and "engine.dead of e is of none of the faults" in outcome.aborted
+    assert events[-1]["aborted"] == outcome.aborted and [a["id"] for a in events[-1]["alerts"]] == ["a"]

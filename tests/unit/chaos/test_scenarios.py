@@ -59,3 +59,12 @@ def test_no_fault_writes_the_pool_that_clients_read() -> None:
     for scenario in SCENARIOS.values():
         if {"pools", "scales"} & {*scenario.traffic}:
             assert "racing_requests" not in scenario.faults
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_no_strike_has_two_faults_of_one_part(name: str) -> None:
+    strikes = [strike for seed in range(40) for strike in SCENARIOS[name].schedule(seed).strikes]
+    for strike in strikes:
+        parts = [FAULTS[fault].part for fault in strike.faults]
+        assert len({*parts}) == len(parts), strike
+    assert not strikes or any(len(strike.faults) > 1 for strike in strikes)

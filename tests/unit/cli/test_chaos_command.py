@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import signal
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -312,3 +314,48 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
     assert run("replay", str(tmp_path / "deep.json")) == run("replay", str(tmp_path / "bytes.json")) == Exit.USAGE
+
+
+def test_secrets_of_the_command_line_are_in_no_file_of_the_results_and_are_asked_for_again(
+        tmp_path: Path, runs: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    schedule = replace(SCHEDULE, settings=('--alerts.urls=["json://T0KEN@h"]', "--train.lr=0.5"))
+    folder = tmp_path / "r"
+    with abort.running(folder):
+        runner._prepare(schedule, folder)
+        with runner._log_of(folder, schedule, config.parse({}), "one host", baseline=False):
+            pass
+    report.write(folder)
+    capsys.readouterr()
+    for file in (path for path in folder.iterdir() if path.is_file()):
+        assert "T0KEN" not in file.read_text(), file.name
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600, file.name
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert run("replay", str(folder), f"--out={tmp_path / 'again'}") == Exit.USAGE and not runs
+    assert "does not have the values of --alerts.urls" in capsys.readouterr().err
+    assert run("shrink", str(folder), f"--out={tmp_path / 'small'}") == Exit.USAGE and not runs
+    assert run("replay", str(folder), f"--out={tmp_path / 'again'}", "--alerts.urls=[json://T0KEN@h]") == Exit.FAILED
+    assert runs[0]["schedule"].settings == ("--train.lr=0.5", "--alerts.urls=[json://T0KEN@h]")
+
+
+def test_line_that_strikes_a_job_again_is_whole(attached: list[runner.Limits], tmp_path: Path,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "s.json"
+    file.write_text(by_time(("engine_killed",)).to_json())
+    out = tmp_path / "a b"
+    assert run("replay", str(file), "--job=j", f"--run_dir={tmp_path}", "--yes", f"--out={out}", "--only",
+               "engines,dcs", "--allow-last", "--recovery-minutes", "3") == Exit.OK
+    [again] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("again")]
+    assert shlex.split(again)[1:] == [
+        "elastic-rl", "chaos", "replay", str(out / "schedule.json"), f"--run_dir={tmp_path}", "--job=j", "--only",
+        "dcs,engines", "--at-once", "1", "--allow-last", "--recovery-minutes", "3"]
+    assert attached[0].arguments == shlex.split(again)[5:]
+
+
+def test_sealed_settings_of_a_job_are_kept_as_a_digest() -> None:
+    def kept(sealed: str) -> Any:
+        change = {"revision": 3, "put": True, "key": "/_clusters/c/jobs/j", "value": json.dumps({"settings": sealed})}
+        return runner._without_seal(change)
+
+    assert "gAAAA" not in json.dumps(kept("gAAAA1")) and kept("gAAAA1") != kept("gAAAA2")
+    assert kept("gAAAA1") == kept("gAAAA1") and json.loads(kept("")["value"]) == {"settings": ""}
+    assert runner._without_seal({"value": "\xff no record"}) == {"value": "\xff no record"}

@@ -21,7 +21,11 @@ from elastic_rl.errors import ConfigError, EtcdUnavailable
 from elastic_rl.faults import injector as injectors
 from elastic_rl.faults.context import FaultContext, InjectionEnded, stopped
 from elastic_rl.faults.injector import Elapsed, FaultInjector
+from elastic_rl.faults.undo import Undo, UndoRegistry
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
+
+NOTHING = UndoRegistry(Path("/nonexistent"))
+"""Of a run in which nothing is left to be undone."""
 
 
 class Etcd:
@@ -39,7 +43,7 @@ class Etcd:
 
 class Context:
     def __init__(self, etcd: Etcd) -> None:
-        self.etcd, self.struck = etcd, list[tuple[float, str]]()
+        self.etcd, self.struck, self.undo = etcd, list[tuple[float, str]](), NOTHING
 
     def step(self) -> int:
         return self.etcd.read(5)
@@ -115,6 +119,7 @@ class Running:
 
     def __init__(self, step: int = 0) -> None:
         self.at, self.ended, self.struck = step, threading.Event(), list[tuple[float, str]]()
+        self.undo = NOTHING
 
     def end(self) -> None:
         self.ended.set()
@@ -249,7 +254,7 @@ class Playing(FaultContext):
     """A run of which no etcd is read."""
 
     def __init__(self) -> None:
-        super().__init__(*[None] * 4)  # type: ignore[arg-type]
+        super().__init__(*[None] * 4, undo=NOTHING)  # type: ignore[arg-type]
 
     def step(self) -> int:
         return 9
@@ -313,5 +318,27 @@ def test_no_process_is_struck_once_the_injection_has_ended(tmp_path: Path) -> No
                 with pytest.raises(InjectionEnded):
                     strike()
             assert child.poll() is None and process.status() != psutil.STATUS_STOPPED and context.struck == []
+        finally:
+            child.kill()
+
+
+def test_injector_undoes_what_a_killed_one_has_left_and_what_is_left_of_its_own(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as child:
+        try:
+            process, run = psutil.Process(child.pid), Running(9)
+            run.undo = UndoRegistry(tmp_path / "undo")
+            run.undo.note(Undo.CONTINUE, child.pid)
+            process.suspend()
+            wait_until(lambda: process.status() == psutil.STATUS_STOPPED, what="the stop")
+            wound = Wound("a")
+            injector = injector_of(run, [(1, [wound])], tmp_path / "f")
+            wait_until(lambda: wound.is_injected, what="the fault")
+            wait_until(lambda: process.status() != psutil.STATUS_STOPPED, what="the process to go on")
+            run.undo.note(Undo.CONTINUE, child.pid)
+            process.suspend()
+            wound.is_healed = True
+            injector.join(60)
+            assert run.undo.pending() == []
+            wait_until(lambda: process.status() != psutil.STATUS_STOPPED, what="the process to go on")
         finally:
             child.kill()

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from support.waiting import wait_until
 
-from elastic_rl.errors import DeadlineExceeded
+from elastic_rl.errors import ConfigError, DeadlineExceeded
 from elastic_rl.faults import ptrace
 
 pytestmark = pytest.mark.skipif(
@@ -92,3 +93,23 @@ def test_signals_that_come_meanwhile_are_delivered_and_leave_nothing_stopped() -
             wait_until(lambda: psutil.Process(child.pid).cpu_times().user > used, what="the process to go on")
         finally:
             child.kill()
+
+
+def test_process_that_could_not_be_made_to_exit_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ptrace._ptrace
+
+    def refuses(request: int, thread: int, **words: Any) -> int:
+        if request == ptrace._SETREGS:
+            raise ConfigError("it is refused")
+        return real(request, thread, **words)
+
+    with running(COUNTS) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for word in ("before", "after"):
+            process.stdin.write(f"{word}\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == f"{word}\n"
+            monkeypatch.setattr(ptrace, "_ptrace", refuses)
+            with pytest.raises(ConfigError, match="it is refused"):
+                ptrace.exit_process(process.pid)
+        assert process.poll() is None

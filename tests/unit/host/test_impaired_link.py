@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -63,6 +64,7 @@ def test_slow_link_holds_a_bounded_number_of_bytes_back() -> None:
 def test_impairment_says_what_it_is_and_refuses_what_cannot_be() -> None:
     assert str(Impairment(0.02, 0.05, 0.1, 2048.0)) == "20 to 70 ms of delay, 10% lost, 2 KiB/s"
     assert str(Impairment()) == "none"
-    for wrong in ({"loss": 1.1}, {"delay_s": -1.0}):
+    for wrong in ({"loss": 1.1}, {"delay_s": -1.0}, {"bytes_per_s": math.nan}, {"loss": math.nan},
+                  {"delay_s": math.inf}):
         with pytest.raises(ValueError, match="no impairment"):
             Impairment(**wrong)
