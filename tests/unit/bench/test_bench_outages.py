@@ -59,7 +59,7 @@ def made() -> tuple[Any, Any, Outage, TimedOutage]:
 
 def test_outage_begins_two_steps_later_and_ends_when_it_was_injected(made: tuple[Any, Any, Outage, TimedOutage]
                                                                      ) -> None:
-    _, _, noted, outage = made
+    _, fault, noted, outage = made
     assert outage.inject() == ("target", "witness")
     assert (noted.step, noted.began, noted.ended, noted.healed) == (6, 100.0, 120.0, None)
     assert (outage.name, outage.said, outage.detected()) == ("away", "waits", True)
