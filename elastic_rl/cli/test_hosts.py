@@ -74,6 +74,8 @@ def cut(ctx: typer.Context, host: _Host, file: File = None) -> None:
 def block(ctx: typer.Context, sender: _Host, receiver: Annotated[str, typer.Argument(
               metavar="RECEIVER", help="Name of the host that it does not reach.")], file: File = None) -> None:
     """Have what a host sends to another one get lost. What the other one sends arrives."""
+    if sender == receiver:
+        raise ConfigError(f"{sender} does not reach itself over the network", hint="name two hosts")
     _hosts(ctx, file).block(sender, receiver)
     say(f"{sender} does not reach {receiver}")
 
@@ -89,7 +91,12 @@ def impair(ctx: typer.Context, host: _Host, file: File = None,
                "KiB that pass in a second, each way. 0: any number."))] = 0.0) -> None:
     """Have a host's link to the network be late, lossy or slow."""
     from elastic_rl.host.test_hosts.impaired_link import Impairment
-    impairment = Impairment(delay / 1e3, jitter / 1e3, loss, rate * 1024)
+    try:
+        impairment = Impairment(delay / 1e3, jitter / 1e3, loss, rate * 1024)
+    except ValueError as e:
+        raise ConfigError(str(e), hint="numbers are finite") from e
+    if impairment == Impairment():
+        raise ConfigError("nothing is to be impaired", hint="give --delay, --jitter, --loss or --rate")
     _hosts(ctx, file).impair(host, impairment)
     say(f"the link of {host} has {impairment}")
 

@@ -133,10 +133,10 @@ class RacingRequests(Killed):
         return f"pool {ROLLOUT_POOL}", f"{len(answers)} requests of {self.clients} clients: {counts}; then {last}"
 
     def _last_size(self) -> str:
+        self.context.require_going_on()
         try:
             self.context.api.patch(f"pools/{ROLLOUT_POOL}", {"desired": self.desired})
         except (RequestRefused, EtcdUnavailable):
-            self.context.require_going_on()
             return ""
         return f"desired={self.desired} was accepted"
 

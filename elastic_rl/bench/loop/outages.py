@@ -82,6 +82,10 @@ class TimedOutage:
     def said(self) -> str:
         return str(getattr(self._fault, "said", ""))
 
+    @property
+    def may_go_unnoticed(self) -> bool:
+        return bool(getattr(self._fault, "may_go_unnoticed", False))
+
     def inject(self) -> tuple[str, str]:
         first = self._context.step() + _APART_STEPS
         wait_until(lambda: self._context.step() >= first, timeout_s=INJECT_TIMEOUT_S, what="a step", poll_s=0.01)

@@ -59,10 +59,13 @@ def made() -> tuple[Any, Any, Outage, TimedOutage]:
 
 def test_outage_begins_two_steps_later_and_ends_when_it_was_injected(made: tuple[Any, Any, Outage, TimedOutage]
                                                                      ) -> None:
-    _, _, noted, outage = made
+    _, fault, noted, outage = made
     assert outage.inject() == ("target", "witness")
     assert (noted.step, noted.began, noted.ended, noted.healed) == (6, 100.0, 120.0, None)
     assert (outage.name, outage.said, outage.detected()) == ("away", "waits", True)
+    assert not outage.may_go_unnoticed
+    fault.may_go_unnoticed = True
+    assert outage.may_go_unnoticed
 
 
 def test_outage_is_over_when_the_pool_is_whole_again(made: tuple[Any, Any, Outage, TimedOutage]) -> None:

@@ -1,0 +1,212 @@
+"""What faults say that they did is what they did, and what they leave is noted: processes are real, the job is not."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import psutil
+import pytest
+from support.waiting import wait_until
+
+from elastic_rl import config
+from elastic_rl.errors import DeadlineExceeded, EtcdUnavailable
+from elastic_rl.etcd.records import EngineState
+from elastic_rl.faults import stale, storage
+from elastic_rl.faults.context import FaultContext, InjectionEnded
+from elastic_rl.faults.hosts import EtcdQuorumStopped
+from elastic_rl.faults.processes import PARTS, Struck, Way
+from elastic_rl.faults.stale import RacingRequests
+from elastic_rl.faults.states import State, provoked
+from elastic_rl.faults.storage import ChunksDamaged, DiskRefusesWrites
+from elastic_rl.faults.undo import UndoRegistry
+
+NOTHING: Any = None
+
+
+class Context(FaultContext):
+    """Of a job whose pool is to have seven engines, none of its settings says so."""
+
+    def __init__(self, folder: Path, api: Any = None) -> None:
+        super().__init__(config.parse({"job": "j", "run_dir": str(folder)}), NOTHING, NOTHING, api,
+                         undo=UndoRegistry(folder / "undo"))
+        self.processes_of_engines = list[int]()
+
+    def desired(self, pool: str = "") -> int:
+        return 7
+
+    def step(self) -> int:
+        return 9
+
+    def engines(self, pool: str = "") -> list[Any]:
+        return [SimpleNamespace(id=f"e{pid}", state=EngineState.READY, external=False, pid=pid, started_at=pid)
+                for pid in self.processes_of_engines]
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    return Context(tmp_path)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    started = list[subprocess.Popen[bytes]]()
+
+    def one() -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]))
+        return started[-1]
+
+    yield one
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+Start = Callable[[], subprocess.Popen[bytes]]
+
+
+@pytest.mark.parametrize("unsaved", [0, 3])
+def test_disk_that_had_nothing_to_write_has_refused_nothing(unsaved: int, context: Context, start: Start,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    node = start()
+    before = resource.prlimit(node.pid, resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(storage, "_node", lambda of: node.pid)
+    monkeypatch.setattr(storage, "_records", lambda of: [SimpleNamespace(unsaved=unsaved)])
+    fault = DiskRefusesWrites(context, 0.01)
+    _, witness = fault.inject()
+    assert fault.detected() is bool(witness) is (unsaved > 0)
+    assert not witness or "3 chunks were not on its disk" in witness
+    assert resource.prlimit(node.pid, resource.RLIMIT_FSIZE) == before and context.undo.pending() == []
+
+
+@pytest.mark.parametrize("chunks", [0, 2])
+def test_damage_is_of_so_many_chunks_and_kills_two_processes(
+        chunks: int, context: Context, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node, engine = start(), start()
+    context.processes_of_engines = [engine.pid]
+    (tmp_path / "ab").mkdir()
+    for n in range(chunks):
+        (tmp_path / "ab" / f"c{n}").write_bytes(b"12345678")
+    monkeypatch.setattr(storage, "_node", lambda of: node.pid)
+    monkeypatch.setattr(ChunksDamaged, "_folder", staticmethod(lambda pid: tmp_path))
+    monkeypatch.setattr(storage, "reads", SimpleNamespace(head=lambda etcd, keys, stream: None))
+    _, witness = ChunksDamaged(context, torn=True).inject()
+    if chunks:
+        assert "each of 2 chunks" in witness and witness.count("was sent SIGKILL") == 2
+        assert [path.read_bytes() for path in (tmp_path / "ab").iterdir()] == [b"1234"] * 2
+    else:
+        assert witness == "", "nothing was damaged"
+    assert [what for _, what in context.struck] == [f"pid {pid} was sent SIGKILL" for pid in (node.pid, engine.pid)]
+
+
+def test_clients_that_race_put_the_size_of_the_pool_back_which_is_noted_before(tmp_path: Path) -> None:
+    asked, noted = list[int](), list[Any]()
+
+    def patch(path: str, body: dict[str, int]) -> None:
+        noted.append(context.undo.pending())
+        asked.append(body["desired"])
+
+    context = Context(tmp_path, SimpleNamespace(patch=patch))
+    fault = RacingRequests(context, clients=2, rounds=3)
+    assert "desired=7 was accepted" in fault.inject()[1]
+    assert set(asked) == {7, 8} and asked[-1] == 7
+    assert all((entry["undo"], entry["desired"], entry["job"]) == ("resize", 7, "j") for [entry] in noted)
+    assert context.undo.pending() == []
+
+
+def test_clients_end_with_the_injection(tmp_path: Path) -> None:
+    asked = list[int]()
+
+    def patch(path: str, body: dict[str, int]) -> None:
+        asked.append(body["desired"])
+        context.end()
+
+    context = Context(tmp_path, SimpleNamespace(patch=patch))
+    with pytest.raises(InjectionEnded):
+        RacingRequests(context, clients=1, rounds=50).inject()
+    assert asked == [7]
+
+
+def test_members_of_etcd_that_are_stopped_are_noted(tmp_path: Path, start: Start) -> None:
+    member = psutil.Process(start().pid)
+
+    def away() -> int:
+        raise EtcdUnavailable("no member answers")
+
+    hosts: Any = SimpleNamespace(candidates=lambda victim: [], names=["h"], control_hosts=1, etcd=SimpleNamespace(
+        revision=away), processes=lambda host, part: [member], undo=UndoRegistry(tmp_path))
+    fault = EtcdQuorumStopped(hosts, 0.0)
+    fault.host = "h"
+    assert "etcd does not answer" in fault._begin() and member.status() == psutil.STATUS_STOPPED
+    assert [entry["pid"] for entry in hosts.undo.pending()] == [member.pid]
+    fault._end()
+    wait_until(lambda: member.status() != psutil.STATUS_STOPPED, what="the member to go on")
+    assert hosts.undo.pending() == []
+
+
+def test_each_attempt_to_provoke_a_state_is_in_the_witness(context: Context) -> None:
+    kills, caught = iter(("pid 1 was sent SIGKILL", "pid 2 was sent SIGKILL")), iter((0, 5))
+    state = State("taking_over", lambda of, pid: "", provoke=lambda of: next(kills))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("elastic_rl.faults.states.wait_until", lambda attempt, **_: attempt() or _passed())
+        assert provoked(state, context, lambda: next(caught)) == (
+            5, "pid 1 was sent SIGKILL; pid 2 was sent SIGKILL")
+
+
+def _passed() -> int:
+    raise DeadlineExceeded("no process was caught")
+
+
+def test_reading_after_the_strike_waits_for_etcd_and_the_strike_is_made_once(
+        context: Context, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.faults.context._AWAY_PAUSE_S", 0.01)
+    answers = iter([False, False, True])
+
+    def read() -> str:
+        if not next(answers):
+            raise EtcdUnavailable("no member answers")
+        return "read"
+
+    victim = start()
+    context.kill(victim.pid)
+    assert context.answered(read) == "read" and len(context.struck) == 1
+
+
+@pytest.mark.parametrize(("way", "unnoticed"), [(Way.KILLED, False), (Way.PAUSED, True)])
+def test_only_what_goes_on_may_go_unnoticed(way: Way, unnoticed: bool, context: Context) -> None:
+    assert Struck(context, "engine", way, seconds=0.0 if way.ends else 1.0).may_go_unnoticed is unnoticed
+
+
+def test_coordinator_is_back_when_there_are_as_many_as_before(context: Context, start: Start,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = [start().pid, start().pid]
+    replicas = [SimpleNamespace(name=f"coordinator-{n}", pid=pid) for n, pid in enumerate(pids)]
+    monkeypatch.setattr("elastic_rl.faults.processes.ServiceFiles",
+                        lambda path: SimpleNamespace(running=lambda: replicas))
+    monkeypatch.setattr(Context, "leader", lambda self: SimpleNamespace(pid=leading[0]))
+    leading = [pids[0]]
+    assert PARTS["coordinator"].pids(context) == pids, "the one that leads first"
+    fault = Struck(context, "coordinator", Way.KILLED)
+    fault.inject()
+    leading[0] = pids[1]
+    replicas.pop(0)
+    assert not fault.is_back()
+    replicas.append(SimpleNamespace(name="coordinator-0", pid=start().pid))
+    assert fault.is_back()
+
+
+def test_zombie_that_nobody_has_replaced_was_none(context: Context, start: Start, monkeypatch: pytest.MonkeyPatch
+                                                  ) -> None:
+    driver = start()
+    monkeypatch.setattr(Context, "members", lambda self, role: [SimpleNamespace(pid=driver.pid)])
+    monkeypatch.setattr(stale, "fencing", SimpleNamespace(current_driver=lambda *_: 3, current_epoch=lambda *_: 1))
+    monkeypatch.setattr(stale, "FencedWriter", SimpleNamespace(
+        of_driver=lambda *_: SimpleNamespace(require=lambda: None)))
+    fault = stale.ZombieDriver(cast("Any", context), 0.01)
+    assert fault.inject()[1] == "" and fault.may_go_unnoticed
+    wait_until(lambda: psutil.Process(driver.pid).status() != psutil.STATUS_STOPPED, what="the driver to go on")
