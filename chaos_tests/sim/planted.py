@@ -1,7 +1,9 @@
-"""Bugs that are planted into the product, each of which its world must catch: the check of the checks.
+"""Bugs that are planted into the product, each of which must be caught: the check of the checks.
 
-A planted bug takes one guard away. Where its world no longer catches it, either the guard has become useless, or the
-world does not see any more what it is there for.
+A planted bug takes one guard of the product away, never one of the world. It is caught by a rule that the world looks
+at while it runs, or by the validators of real runs, which are given the event log that the world writes: these have to
+name the rule that the bug breaks. Where a bug is no longer caught, either the guard has become useless, or the checks
+do not see any more what they are there for.
 """
 
 from __future__ import annotations
@@ -392,11 +394,11 @@ PLANTED: tuple[Planted, ...] = (
     Planted("suspected-hosts-are-lost-at-once", "cluster", "I14",
             "a host that is slow for a moment is lost", _suspected_hosts_are_lost_at_once, 30),
     Planted("checksum-unchecked", "versions", "I2", "a reader does not compare the digest of what it was sent",
-            of_versions.checksum_unchecked),
+            of_versions.checksum_unchecked, 13),
     Planted("pins-are-not-read", "versions", "I3", "the garbage collector does not read the pins",
-            of_versions.pins_are_not_read),
+            of_versions.pins_are_not_read, 1),
     Planted("formation-ignored", "versions", "I1", "a rank publishes whose formation is over",
-            of_versions.formation_ignored),
+            of_versions.formation_ignored, 1),
     Planted("stale-driver-writes", "engines", "I1", "a driver writes although another has begun",
             of_versions.stale_driver_writes),
     Planted("take-over-raises-the-epoch", "engines", "I14", "a driver that takes over ends all engines",
@@ -409,28 +411,28 @@ PLANTED: tuple[Planted, ...] = (
     Planted("committed-before-sealed", "versions", "I2", "a version is committed before its parts are sealed",
             of_versions.committed_before_sealed, by=Check.LOG),
     Planted("committed-after-its-lease", "versions", "I2", "a version is committed after its publisher's lease",
-            of_versions.committed_after_its_lease, by=Check.LOG),
+            of_versions.committed_after_its_lease, 30, by=Check.LOG),
     Planted("committed-on-lost-nodes", "versions", "I2", "a version is committed on nodes that were lost",
-            of_versions.committed_on_lost_nodes, by=Check.LOG),
+            of_versions.committed_on_lost_nodes, 15, by=Check.LOG),
     Planted("number-taken-again", "versions", "I3", "a publisher that starts takes the last number again",
             of_versions.number_taken_again, by=Check.LOG),
     Planted("older-version-becomes-the-head", "versions", "I3", "an older version becomes the head",
             of_versions.older_version_becomes_the_head, by=Check.LOG),
     Planted("pinned-versions-are-released", "versions", "I3", "a version is released that was pinned just now",
-            of_versions.pinned_versions_are_released, by=Check.LOG),
+            of_versions.pinned_versions_are_released, 65, by=Check.LOG),
     Planted("pin-of-any-state", "versions", "I3", "a version is pinned that is released",
-            of_versions.pin_of_any_state, by=Check.LOG),
+            of_versions.pin_of_any_state, 6, by=Check.LOG),
     Planted("no-epoch-guard", "versions", "I1", "a publisher of an epoch that is over publishes",
             of_versions.no_epoch_guard, by=Check.LOG),
     Planted("routable-before-verified", "engines", "I4", "an engine is ready with weights that nobody verified",
             of_versions.routable_before_verified, by=Check.LOG),
     Planted("ready-after-its-epoch", "engines", "I1", "an engine becomes ready after its epoch",
-            of_versions.no_epoch_guard, by=Check.LOG),
+            of_versions.no_epoch_guard, 1, by=Check.LOG),
     Planted("assignment-is-no-token", "engines", "I1", "a host writes the run's status that holds it no more",
             of_versions.assignment_is_no_token, by=Check.LOG),
     Planted("stale-leader-writes", "election", "I1", "a replica that was replaced writes as the leader",
-            _leader_writes_without_its_guard, by=Check.LOG),
+            _leader_writes_without_its_guard, 2, by=Check.LOG),
     Planted("delivered-alert-is-repeated", "alerts", "I9", "a new leader repeats an alert that was delivered",
-            _recorded_deliveries_are_sent_again, by=Check.LOG),
+            _recorded_deliveries_are_sent_again, 1, by=Check.LOG),
 )
 assert all(bug.world in (LOGS if bug.by is Check.LOG else WORLDS) for bug in PLANTED)
