@@ -18,7 +18,6 @@ from typing import Any
 from chaos_tests.sim import planted_versions as of_versions
 from chaos_tests.sim.logs import LOGS, violated
 from chaos_tests.sim.patch import Patch, patched
-from chaos_tests.sim.pipeline import Trainer
 from chaos_tests.sim.worlds import WORLDS, failures
 from elastic_rl.coordinator import cluster_pass
 from elastic_rl.coordinator.alerts import receiver_queue
@@ -154,9 +153,10 @@ def _any_version_will_do(patch: Patch) -> None:
     patch.setattr(GroupFlow, "has_stale", False)
 
 
-def _status_pairs_a_step_with_the_version_before(patch: Patch) -> None:
-    patch.setattr(Trainer, "show", lambda self: setattr(self, "shown", (
-        self.progress, self.policy_version, self.branch)))
+def _resumed_with_the_version_before(patch: Patch) -> None:
+    resume = GroupFlow.resume
+    patch.setattr(GroupFlow, "resume", lambda self, step, version, *more: resume(
+        self, step, max(0, version - 1), *more))
 
 
 def _without_check(choose: Any) -> Any:
@@ -347,8 +347,8 @@ PLANTED: tuple[Planted, ...] = (
     Planted("state-is-not-saved-at-the-end", "steps", "I7",
             "the state is not saved at the end of the run", _state_is_not_saved_at_the_end),
     Planted("any-version-will-do", "steps", "I5", "min_version of a request is not checked", _any_version_will_do),
-    Planted("status-pairs-a-step-with-the-version-before", "steps", "I3",
-            "the trainer says a step with the version before it", _status_pairs_a_step_with_the_version_before, 19),
+    Planted("resumed-with-the-version-before", "steps", "I5",
+            "an actor resumes with the version before that of the trainer", _resumed_with_the_version_before, 22),
     Planted("any-staleness", "async", "I5", "groups of any age are trained on", _any_staleness, 3),
     Planted("leases-without-bound", "async", "I5",
             "a step more is generated ahead than the staleness allows", _leases_without_bound),
