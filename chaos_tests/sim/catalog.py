@@ -403,7 +403,10 @@ class CatalogWorld:
             self._form(new_epoch=False)
 
     def _kill_node(self, node: SimNode) -> None:
-        """It starts again when time passes."""
+        """It starts again when time passes. None is killed between a publisher's last look at the nodes and its commit:
+        that is the loss of a copy, as at any later time (``dcs.registered_nodes``)."""
+        if any(p.etcd.read_last == KEYS.dcs_nodes_prefix() for p in self.publishers):
+            return
         self.damaged |= {v.number for v in reads.list_versions(self.driver, KEYS, STREAM)
                          if v.state is VersionState.COMMITTED}
         node.kill()

@@ -394,7 +394,7 @@ PLANTED: tuple[Planted, ...] = (
     Planted("suspected-hosts-are-lost-at-once", "cluster", "I14",
             "a host that is slow for a moment is lost", _suspected_hosts_are_lost_at_once, 30),
     Planted("checksum-unchecked", "versions", "I2", "a reader does not compare the digest of what it was sent",
-            of_versions.checksum_unchecked, 13),
+            of_versions.checksum_unchecked, 16),
     Planted("pins-are-not-read", "versions", "I3", "the garbage collector does not read the pins",
             of_versions.pins_are_not_read, 1),
     Planted("formation-ignored", "versions", "I1", "a rank publishes whose formation is over",
