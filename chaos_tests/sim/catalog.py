@@ -17,7 +17,7 @@ from typing import Any, cast
 from unittest import mock
 
 from chaos_tests.event_log import Event
-from chaos_tests.sim.store import Interference, Log, ObservedModel, SimClient
+from chaos_tests.sim.store import Interference, Log, ObservedModel, SimClient, SimLease
 from elastic_rl.config import DcsConfig
 from elastic_rl.dcs import fan_out
 from elastic_rl.dcs.catalog import pins, reads
@@ -45,7 +45,6 @@ from elastic_rl.errors import (
     ElasticRLError,
     Fenced,
     NodeUnavailable,
-    VersionNotFound,
 )
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.fencing import FencedWriter
@@ -74,18 +73,22 @@ class SimNode:
         self.world, self.name, self.starts = world, name, 0
         self.etcd = SimClient(world.model, lambda: world.now)
         self.lease = 0
+        self.kill()
         self.start()
 
-    def start(self) -> None:
-        """It was killed, if it ran, and starts with an empty memory."""
-        self.starts += 1
+    def kill(self) -> None:
+        """What was in its memory is lost."""
         if self.lease:
             self.world.model.revoke(self.lease)
+        self.lease = 0
         self.table = ChunkTable(memoryview(bytearray(ARENA_BYTES)), orphan_grace_s=GRACE_S,
                                 clock=lambda: self.world.now)
         index = VersionIndex(None, grace_s=1e9, clock=lambda: self.world.now)
         self.server = NodeServer(self.table, SimFetcher(self), cast(OpenVersions, None), index, {},
                                  cast(socket.socket, None), SETTINGS, Security())
+
+    def start(self) -> None:
+        self.starts += 1
         self.lease = self.etcd.keepalive(0).id
         self.etcd.put(KEYS.dcs_node(self.name), DcsNode(
             id=self.name, host="h", port=1, pid=1, arena_path=f"{self.name}-{self.starts}",
@@ -248,6 +251,29 @@ class SimPublisher:
         self.client.close()
 
 
+class SimReader:
+    """An engine, or whoever else reads a version."""
+
+    def __init__(self, world: CatalogWorld, name: str) -> None:
+        self.name, self.etcd = name, SimClient(world.model, lambda: world.now, world.interference)
+        self._client = SimDcsClient(world, self.etcd, world.rng.choice(world.nodes).name)
+        self.chunks = ChunkReader(self._client)
+        self.version: Version
+        self.lease: SimLease
+
+    def pin(self, number: int | None) -> None:
+        self.lease = self.etcd.keepalive(0)
+        self.version = pins.pin(self.etcd, KEYS, STREAM, number, self.name, self.lease.id)
+
+    def unpin(self) -> None:
+        pins.unpin(self.etcd, KEYS, STREAM, self.version.number, self.name)
+
+    def close(self) -> None:
+        """Its lease ends later, unless it has unpinned the version."""
+        self.etcd.dead = True
+        self._client.close()
+
+
 def weights(content: int, name: str) -> bytes:
     return random.Random(f"{content} {name}").randbytes(TENSOR_BYTES)
 
@@ -260,7 +286,7 @@ class CatalogWorld:
         self.log = Log("versions", seed, clock=lambda: self.now)
         self.model = ObservedModel(self.log, self._written)
         self.connections = iter(range(1, 1 << 30))
-        self.interference = Interference(lambda: self.rng.random() < 0.12, self._anything)
+        self.interference = Interference(lambda: self.rng.random() < 0.2, self._anything)
         self.driver = SimClient(self.model, lambda: self.now)
         self.nodes = list[SimNode]()
         self.nodes += [SimNode(self, f"n{i}") for i in range(NODES)]
@@ -271,7 +297,8 @@ class CatalogWorld:
         leader = SimClient(self.model, lambda: self.now, self.interference)
         self.collector = GarbageCollector(leader, KEYS, RetentionPolicy(KEPT), clock=lambda: self.now)
         self.collector._client = SimDcsClient(self, leader, "n0")
-        self._reads, self._sweeps, self._is_quiet = 0, False, False
+        self._readers, self._sweeps, self._is_quiet = 0, False, False
+        self._pinning = list[SimReader]()
         self.in_formations = seed % 3 > 0
         """Whether publishers are ranks of a formation; else any process of the epoch may publish."""
         self._form(new_epoch=True)
@@ -291,7 +318,10 @@ class CatalogWorld:
         self._form(new_epoch=False)
         version = self.publishers[-1].publish(self._new_content())
         self.collector.sweep([])
-        self._read(None, expected=version.number)
+        reader = self._pin(None)
+        if reader is None or reader.version.number != version.number:
+            raise Violation(f"version {version.number} was published, and is not the head")
+        self._read(reader)
 
     # -- what happens --------------------------------------------------------------------------------------------------
     def _anything(self) -> None:
@@ -299,7 +329,10 @@ class CatalogWorld:
         if roll < 0.38:
             self._publish(self.rng.choice(self.publishers))
         elif roll < 0.62:
-            self._read(self.rng.choice([None, None, self._any_number()]))
+            if self._pinning and self.rng.random() < 0.5:
+                self._read(self._pinning.pop(self.rng.randrange(len(self._pinning))))
+            elif (reader := self._pin(self.rng.choice([None, self._any_number(), self._any_number()]))) is not None:
+                self._pinning.append(reader)
         elif roll < 0.76:
             self._sweep()
         elif roll < 0.86:
@@ -307,7 +340,7 @@ class CatalogWorld:
         elif roll < 0.93:
             self._form(new_epoch=self.rng.random() < 0.4)
         elif roll < 0.96:
-            self._restart_node(self.rng.choice(self.nodes))
+            self._kill_node(self.rng.choice(self.nodes))
         else:
             self.damaged |= {*range(1, self._highest + 1)}
             self.rng.choice(self.nodes).rot(self.rng)
@@ -323,14 +356,14 @@ class CatalogWorld:
         until = self.now + seconds
         while self.now < until:
             self.now += 0.5
-            for client in (*(node.etcd for node in self.nodes), *(p.etcd for p in self.publishers)):
-                if not isinstance(client, SimClient) or not self._stalls(client):
+            for node in self.nodes:
+                if not node.lease:
+                    node.start()
+                node.etcd.keep_alive()
+            for client in (*(p.etcd for p in self.publishers), *(reader.etcd for reader in self._pinning)):
+                if self.rng.random() < 0.6:  # others are stopped for a while, and their leases end
                     client.keep_alive()
             self.model.expire(self.now)
-
-    def _stalls(self, client: SimClient) -> bool:
-        """Whether a publisher is stopped for a while, and its lease ends meanwhile."""
-        return any(client is p.etcd for p in self.publishers) and self.rng.random() < 0.5
 
     def _form(self, *, new_epoch: bool) -> None:
         """A driver has the trainer group form again, in this epoch or, after a global restart, in the next one."""
@@ -369,10 +402,14 @@ class CatalogWorld:
         if publisher.etcd.dead and publisher is self.publishers[-1]:
             self._form(new_epoch=False)
 
-    def _restart_node(self, node: SimNode) -> None:
+    def _kill_node(self, node: SimNode) -> None:
+        """It starts again when time passes. None is killed between a publisher's last look at the nodes and its commit:
+        that is the loss of a copy, as at any later time (``dcs.registered_nodes``)."""
+        if any(p.etcd.read_last == KEYS.dcs_nodes_prefix() for p in self.publishers):
+            return
         self.damaged |= {v.number for v in reads.list_versions(self.driver, KEYS, STREAM)
                          if v.state is VersionState.COMMITTED}
-        node.start()
+        node.kill()
 
     # -- rules ---------------------------------------------------------------------------------------------------------
     def _any_number(self) -> int | None:
@@ -380,26 +417,27 @@ class CatalogWorld:
                      if v.state is VersionState.COMMITTED]
         return self.rng.choice(committed) if committed else None
 
-    def _read(self, number: int | None, expected: int = 0) -> None:
-        """A reader pins a version, and reads all of it."""
-        self._reads += 1
-        etcd, holder = SimClient(self.model, lambda: self.now, self.interference), f"reader{self._reads}"
-        client = SimDcsClient(self, etcd, self.rng.choice(self.nodes).name)
+    def _pin(self, number: int | None) -> SimReader | None:
+        """A reader pins a version, or the head."""
+        self._readers += 1
+        reader = SimReader(self, f"reader{self._readers}")
         try:
-            lease = etcd.keepalive(0)
-            version = pins.pin(etcd, KEYS, STREAM, number, holder, lease.id)
-            if expected and version.number != expected:
-                raise Violation(f"the head is version {version.number} after {expected} was published")
-            self._read_pinned(ChunkReader(client), version, lambda: lease.alive)
-            pins.unpin(etcd, KEYS, STREAM, version.number, holder)
-            lease.close()
-        except VersionNotFound:
-            self.counts["nothing to read"] += 1
+            reader.pin(number)
         except ElasticRLError as e:
-            self.counts[f"reader: {type(e).__name__}"] += 1
+            self.counts[f"pin: {type(e).__name__}"] += 1
+            reader.close()
+            return None
+        return reader
+
+    def _read(self, reader: SimReader) -> None:
+        """A reader reads all of the version that it has pinned, and ends."""
+        try:
+            self._read_pinned(reader.chunks, reader.version, lambda: reader.lease.alive)
+            reader.unpin()
+        except ElasticRLError as e:
+            self.counts[f"read: {type(e).__name__}"] += 1
         finally:
-            etcd.dead = True
-            client.close()
+            reader.close()
 
     def _read_pinned(self, reader: ChunkReader, version: Version, is_pinned: Callable[[], bool]) -> None:
         try:

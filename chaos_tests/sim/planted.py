@@ -1,20 +1,24 @@
-"""Bugs that are planted into the product, each of which its world must catch: the check of the checks.
+"""Bugs that are planted into the product, each of which must be caught: the check of the checks.
 
-A planted bug takes one guard away. Where its world no longer catches it, either the guard has become useless, or the
-world does not see any more what it is there for.
+A planted bug takes one guard of the product away, never one of the world. It is caught by a rule that the world looks
+at while it runs, or by the validators of real runs, which are given the event log that the world writes: these have to
+name the rule that the bug breaks. Where a bug is no longer caught, either the guard has become useless, or the checks
+do not see any more what they are there for.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from types import SimpleNamespace
-from typing import Any, Protocol
-from unittest import mock
+from typing import Any
 
-from chaos_tests.sim.pipeline import Trainer
-from chaos_tests.sim.worlds import WORLDS, Failure, failures
+from chaos_tests.sim import planted_versions as of_versions
+from chaos_tests.sim.logs import LOGS, violated
+from chaos_tests.sim.patch import Patch, patched
+from chaos_tests.sim.worlds import WORLDS, failures
 from elastic_rl.coordinator import cluster_pass
 from elastic_rl.coordinator.alerts import receiver_queue
 from elastic_rl.coordinator.assignments import state_machine as assignments
@@ -34,18 +38,22 @@ from elastic_rl.trainer import progress
 from elastic_rl.trainer.service import commands
 
 
-class Patch(Protocol):
-    """Replaces attributes, until the bug is taken out again."""
+class Check(StrEnum):
+    """What has to catch a bug."""
 
-    def setattr(self, target: Any, name: str, value: Any) -> None: ...
+    WORLD = "world"
+    """A rule that the simulated world looks at while it runs."""
+    LOG = "log"
+    """The validators of real runs, by the event log of the world, and by the rule of the bug."""
 
 
-class _Patches:
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self._stack = stack
+@dataclass(frozen=True)
+class Caught:
+    """``tries``: runs, with this one."""
 
-    def setattr(self, target: Any, name: str, value: Any) -> None:
-        self._stack.enter_context(mock.patch.object(target, name, value))
+    seed: int
+    tries: int
+    why: str
 
 
 @dataclass(frozen=True)
@@ -59,19 +67,27 @@ class Planted:
     plant: Callable[[Patch], None]
     seed: int = 0
     """The seed that is tried first, since it has caught the bug."""
+    by: Check = Check.WORLD
 
-    @contextlib.contextmanager
-    def planted(self) -> Iterator[None]:
+    def planted(self) -> AbstractContextManager[None]:
         """Inside, the product has the bug."""
-        with contextlib.ExitStack() as stack:
-            self.plant(_Patches(stack))
-            yield
+        return patched(self.plant)
 
-    def caught(self, seeds: int) -> Failure | None:
+    def caught(self, seeds: int) -> Caught | None:
         """The first run that breaks a rule: that of ``seed``, or of so many further ones; None where none does."""
         with self.planted():
-            tried = failures([self.world], [self.seed, *range(seeds)])
-            return next((found for found in tried if found is not None), None)
+            for tries, seed in enumerate([self.seed, *range(seeds)], 1):
+                if why := self._why(seed):
+                    return Caught(seed, tries, why)
+        return None
+
+    def _why(self, seed: int) -> str:
+        """How the run of a seed breaks a rule; "" where it does not."""
+        if self.by is Check.WORLD:
+            found = next(failures([self.world], [seed]))
+            return found.why if found is not None else ""
+        verdict = next((v for v in violated(self.world, seed) if v.rule == self.rule), None)
+        return str(verdict.violations[0]) if verdict is not None else ""
 
 
 def _without_step_check(patch: Patch) -> None:
@@ -137,9 +153,10 @@ def _any_version_will_do(patch: Patch) -> None:
     patch.setattr(GroupFlow, "has_stale", False)
 
 
-def _status_pairs_a_step_with_the_version_before(patch: Patch) -> None:
-    patch.setattr(Trainer, "show", lambda self: setattr(self, "shown", (
-        self.progress, self.policy_version, self.branch)))
+def _resumed_with_the_version_before(patch: Patch) -> None:
+    resume = GroupFlow.resume
+    patch.setattr(GroupFlow, "resume", lambda self, step, version, *more: resume(
+        self, step, max(0, version - 1), *more))
 
 
 def _without_check(choose: Any) -> Any:
@@ -250,7 +267,9 @@ def _leader_writes_without_its_guard(patch: Patch) -> None:
 
 
 def _recorded_deliveries_are_sent_again(patch: Patch) -> None:
-    patch.setattr(receiver_queue, "without_notified", lambda queue, known: queue)
+    without = receiver_queue.without_notified
+    patch.setattr(receiver_queue, "without_notified", lambda queue, known: without(
+        queue, {i: alert.replace(notified=[]) for i, alert in known.items()}))
 
 
 def _adoption_by_name(patch: Patch) -> None:
@@ -328,8 +347,8 @@ PLANTED: tuple[Planted, ...] = (
     Planted("state-is-not-saved-at-the-end", "steps", "I7",
             "the state is not saved at the end of the run", _state_is_not_saved_at_the_end),
     Planted("any-version-will-do", "steps", "I5", "min_version of a request is not checked", _any_version_will_do),
-    Planted("status-pairs-a-step-with-the-version-before", "steps", "I3",
-            "the trainer says a step with the version before it", _status_pairs_a_step_with_the_version_before, 19),
+    Planted("resumed-with-the-version-before", "steps", "I5",
+            "an actor resumes with the version before that of the trainer", _resumed_with_the_version_before, 22),
     Planted("any-staleness", "async", "I5", "groups of any age are trained on", _any_staleness, 3),
     Planted("leases-without-bound", "async", "I5",
             "a step more is generated ahead than the staleness allows", _leases_without_bound),
@@ -374,5 +393,46 @@ PLANTED: tuple[Planted, ...] = (
             "a lost host that returns has not given up what it held", _lost_hosts_that_return_are_ready),
     Planted("suspected-hosts-are-lost-at-once", "cluster", "I14",
             "a host that is slow for a moment is lost", _suspected_hosts_are_lost_at_once, 30),
+    Planted("checksum-unchecked", "versions", "I2", "a reader does not compare the digest of what it was sent",
+            of_versions.checksum_unchecked, 16),
+    Planted("pins-are-not-read", "versions", "I3", "the garbage collector does not read the pins",
+            of_versions.pins_are_not_read, 1),
+    Planted("formation-ignored", "versions", "I1", "a rank publishes whose formation is over",
+            of_versions.formation_ignored, 1),
+    Planted("stale-driver-writes", "engines", "I1", "a driver writes although another has begun",
+            of_versions.stale_driver_writes),
+    Planted("take-over-raises-the-epoch", "engines", "I14", "a driver that takes over ends all engines",
+            of_versions.take_over_raises_the_epoch),
+    Planted("engines-of-any-epoch-are-adopted", "engines", "I1", "a driver adopts the engine of another epoch",
+            of_versions.engines_of_any_epoch_are_adopted),
+    Planted("drain-that-does-not-wait", "engines", "I10", "an engine leaves with requests in flight",
+            of_versions.drain_that_does_not_wait),
+    # -- by the event log ----------------------------------------------------------------------------------------------
+    Planted("committed-before-sealed", "versions", "I2", "a version is committed before its parts are sealed",
+            of_versions.committed_before_sealed, by=Check.LOG),
+    Planted("committed-after-its-lease", "versions", "I2", "a version is committed after its publisher's lease",
+            of_versions.committed_after_its_lease, 30, by=Check.LOG),
+    Planted("committed-on-lost-nodes", "versions", "I2", "a version is committed on nodes that were lost",
+            of_versions.committed_on_lost_nodes, 15, by=Check.LOG),
+    Planted("number-taken-again", "versions", "I3", "a publisher that starts takes the last number again",
+            of_versions.number_taken_again, by=Check.LOG),
+    Planted("older-version-becomes-the-head", "versions", "I3", "an older version becomes the head",
+            of_versions.older_version_becomes_the_head, by=Check.LOG),
+    Planted("pinned-versions-are-released", "versions", "I3", "a version is released that was pinned just now",
+            of_versions.pinned_versions_are_released, 65, by=Check.LOG),
+    Planted("pin-of-any-state", "versions", "I3", "a version is pinned that is released",
+            of_versions.pin_of_any_state, 6, by=Check.LOG),
+    Planted("no-epoch-guard", "versions", "I1", "a publisher of an epoch that is over publishes",
+            of_versions.no_epoch_guard, by=Check.LOG),
+    Planted("routable-before-verified", "engines", "I4", "an engine is ready with weights that nobody verified",
+            of_versions.routable_before_verified, by=Check.LOG),
+    Planted("ready-after-its-epoch", "engines", "I1", "an engine becomes ready after its epoch",
+            of_versions.no_epoch_guard, 1, by=Check.LOG),
+    Planted("assignment-is-no-token", "engines", "I1", "a host writes the run's status that holds it no more",
+            of_versions.assignment_is_no_token, by=Check.LOG),
+    Planted("stale-leader-writes", "election", "I1", "a replica that was replaced writes as the leader",
+            _leader_writes_without_its_guard, 2, by=Check.LOG),
+    Planted("delivered-alert-is-repeated", "alerts", "I9", "a new leader repeats an alert that was delivered",
+            _recorded_deliveries_are_sent_again, 1, by=Check.LOG),
 )
-assert all(bug.world in WORLDS for bug in PLANTED)
+assert all(bug.world in (LOGS if bug.by is Check.LOG else WORLDS) for bug in PLANTED)

@@ -91,6 +91,8 @@ class SimClient(EtcdClient):
         """Whether its process was killed, or is cut off: no call arrives."""
         self.leases = set[int]()
         """Those that the process keeps alive."""
+        self.read_last = ""
+        """The range that it has read last, until it writes."""
 
     def reach(self) -> None:
         """A call of the process, of etcd or of another: raises EtcdUnavailable where it can make none."""
@@ -112,6 +114,7 @@ class SimClient(EtcdClient):
     def range(self, prefix: str, *, limit: int = 0, newest_first: bool = False, revision: int = 0
               ) -> tuple[list[KeyValue], int]:
         self.reach()
+        self.read_last = prefix
         return sorted(self.model.range(prefix), key=lambda kv: kv.key)[:limit or None], self.model.revision
 
     def page(self, prefix: str, *, limit: int, after: str = "", before: str = "", newest_first: bool = False,
@@ -121,6 +124,7 @@ class SimClient(EtcdClient):
 
     def txn(self, compares: Sequence[Compare], then: Sequence[Op], orelse: Sequence[Op] = ()) -> TxnResult:
         self.reach()
+        self.read_last = ""
         if any(op.lease and op.lease not in self.model.leases for op in then):
             raise LeaseLost("the lease has ended")
         writes = [op for op in then if op.writes]

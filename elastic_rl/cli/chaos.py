@@ -257,7 +257,11 @@ def sim(seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each 
 
 @app.command("selftest")
 def selftest(seeds: Annotated[int, typer.Option("--seeds", min=1, help="Most runs for each bug.")] = 600) -> None:
-    """Plant bugs into the product, each of which the suite must catch; code 1 where it misses one."""
+    """Plant bugs into the product, each of which must be caught; code 1 where one is missed.
+
+    Those with ``world`` break a rule that a simulated world looks at while it runs. Those with ``log`` have to be found
+    by the validators that judge real runs, in the event log of a simulated world, as a violation of the rule that is
+    named. Of each bug it says which run caught it, and what the check says."""
     from chaos_tests.sim import command
     logging.disable()  # what the product logs in worlds that fail is expected
     if command.selftest(seeds, say):
