@@ -26,7 +26,8 @@ def run_worlds(worlds: Sequence[str], seeds: range, minutes: float, say: Callabl
     how many broke a rule. ``coverage``: says how often each kind of thing happened. Raises WorkerDied."""
     began = time.monotonic()
     each = max(1, min(_TASK_SEEDS, len(seeds) // (4 * jobs)))
-    tasks = [Task(name, seeds[n:n + each], began + 60 * minutes) for name in worlds for n in range(0, len(seeds), each)]
+    # All worlds in turn, so that each has had as many runs where the time is over.
+    tasks = [Task(name, seeds[n:n + each], began + 60 * minutes) for n in range(0, len(seeds), each) for name in worlds]
     open_tasks, played = {name: 0 for name in worlds}, defaultdict[str, Played](Played)
     for task in tasks:
         open_tasks[task.world] += 1

@@ -47,13 +47,14 @@ LIMITS = FlowLimits(PLAN.steps, PLAN.groups_per_step, max_staleness=0, max_dropp
 KINDS = frozenset({
     "actor beside another", "actor fenced", "actor killed", "answer lost", "command answered from memory",
     "command delayed", "command lost", "command refused: conflict", "command refused: fenced", "command repeated",
-    "command sent twice", "effect Resume", "engines away", "etcd away", "late command", "late command to another group",
+    "command sent twice", "effect Finish", "effect Resume", "effect Save", "effect SftEvaluate", "effect SftUpdate",
+    "engines away", "etcd away", "late command", "late command to another group",
     "lost: the group re-formed", "rank died in a step", "results forgotten", "state committed", "state not committed",
-    "trainer killed", "trainer killed before its first state", "updates undone", "waited for etcd"})
+    "trainer killed", "trainer killed before its first state", "updates undone", "waited for engines",
+    "waited for etcd"})
 """What can happen in each of these worlds."""
-RL_KINDS = KINDS | {"effect Evaluate", "effect Finish", "effect Save", "effect Take", "effect Train",
-                    "publish without etcd", "trainer killed while it publishes", "waited for engines"}
-SFT_KINDS = KINDS | {"effect BeginRl", "effect SftEvaluate", "effect SftUpdate"}
+RL_KINDS = KINDS | {"effect BeginRl", "effect Evaluate", "effect Take", "effect Train",
+                    "lost: the step does not follow", "publish without etcd", "trainer killed while it publishes"}
 STATE_EVERY = 2
 MAX_EVENTS = 20_000
 

@@ -56,7 +56,7 @@ WORLDS: Mapping[str, SimWorld] = {
     "steps": SimWorld("a synchronous run: trainers, actors, engines and etcd die", lambda seed: World(seed).run(),
                       pipeline.RL_KINDS),
     "steps-sft": SimWorld("a supervised job", lambda seed: World(seed, replace(PLAN, mode="sft")).run(),
-                          pipeline.SFT_KINDS),
+                          pipeline.KINDS),
     "steps-reference": SimWorld("a run whose ranks compute the reference's log-probs",
                                 lambda seed: World(seed, asks_reference=True).run(),
                                 pipeline.RL_KINDS | {"reference pass"}),
