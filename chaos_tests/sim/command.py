@@ -47,7 +47,7 @@ def run_worlds(worlds: Sequence[str], seeds: range, minutes: float, say: Callabl
     say(f"{len(seeds)} seeds ({seeds[0]} to {seeds[-1]}), {len(worlds)} worlds, "
         f"{sum(whole.runs for whole in played.values())} runs, "
         f"{sum(whole.counts[STEPS] for whole in played.values())} steps, {broken} violations, "
-        f"{time.monotonic() - began:.0f} s, {jobs} processes")
+        f"{time.monotonic() - began:.0f} s, {min(jobs, len(tasks))} processes")
     return broken
 
 

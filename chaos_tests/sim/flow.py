@@ -104,8 +104,11 @@ class AsyncWorld(World):
             bound = (self.limits.max_staleness + 1) * self.limits.groups_per_step
             depth = flow.depth
             self.most_open = max(self.most_open, depth.leased + depth.queued + depth.training)
-            if self.most_open > bound or len(actor.running) > bound:
-                raise Violation(f"{self.most_open} groups are open, and {bound} may be")
+            if self.most_open > bound or len(actor.running) > bound:  # a rollout that is begun is not ended
+                running = [rollout.ordinal for rollout in actor.running if rollout.ordinal in flow.open]
+                self.counts["rollout of a group that a predecessor's step has consumed"] += len(running) <= bound
+                if self.most_open > bound or len(running) > bound:
+                    raise Violation(f"{self.most_open} groups are open and {running} are generated: {bound} may be")
             if not self.engines_up:
                 continue
             for rollout in list(actor.running):
