@@ -43,6 +43,8 @@ class MemoryEtcd:
     def __init__(self) -> None:
         self.kvs: dict[str, KeyValue] = {}
         self.revision, self.writes, self.die_at = 1, 0, 0
+        self.counts: Counter[str] = Counter()
+        """How often each of ``KINDS`` has happened."""
         self.groups: dict[str, NotificationGroup] = {}
         """By id, as first written."""
         self.silenced: set[tuple[str, str]] = set()
@@ -64,13 +66,16 @@ class MemoryEtcd:
         if then:
             self.writes += 1
             if self.writes == self.die_at and self.writes % 2:
+                self.counts["leader died before a write"] += 1
                 raise Died
         held = all(self._holds(c) for c in compares)
         if held and then:
             self.revision += 1
             for op in then:
                 self._apply(op)
+            self.counts["write of several records"] += len(then) > 1
         if then and self.writes == self.die_at:
+            self.counts["leader died after a write"] += 1
             raise Died
         return held
 
@@ -94,6 +99,8 @@ class MemoryEtcd:
             group = ReceiverQueue.decode(op.data).in_flight
             if group is not None and group.id not in self.groups:
                 self.groups[group.id] = group
+                self.counts[f"notification {group.phase}"] += 1
+                self.counts["notification of several alerts"] += len(group.alerts) > 1
                 for alert in (Alert.decode(kv.value) for kv in self.range(KEYS.alerts_prefix())[0]):
                     if alert.silenced_by and alert.id in group.alerts:
                         self.silenced.add((group.id, alert.id))
@@ -132,6 +139,8 @@ class SlowSender:
         simulation, rng = self._simulation, self._simulation.rng
         starts = simulation.t + rng.choice([0.0, 0.0, TICK_S])
         health = simulation.health(receiver)
+        simulation.counts["nothing reaches the receiver"] += health == "dead"
+        simulation.counts["answer of the receiver lost"] += health == "mute"
         ends = starts + rng.uniform(0.1, LATENCY_S)
         self.attempts[receiver] = _Attempt(notification, starts, ends, health != "dead", health == "healthy")
         self._results.pop(receiver, None)
@@ -151,10 +160,12 @@ class SlowSender:
                 if not notification.may_send():
                     del self.attempts[name]
                     self._results[name] = AttemptResult(notification.group_id, notification.attempt, False, NOT_LEADING)
+                    self._simulation.counts["not sent by a leader that was replaced"] += 1
                     continue
                 self._simulation.begin(name, notification)
                 attempt.starts = -1.0
             if attempt.starts < 0 and self._simulation.t >= attempt.ends:
+                self._simulation.counts["sent by a leader that is stopped"] += stopped
                 if attempt.arrives:
                     self._simulation.deliver(name, notification)
                 del self.attempts[name]
@@ -212,6 +223,7 @@ class AlertSimulation:
         self.finished = False
         """Whether the run is over. It can be resumed."""
         self.unhealthy: dict[str, str] = {}
+        self.counts = self.etcd.counts
 
     # -- the environment ---------------------------------------------------------------------------------------
     def health(self, receiver: str) -> str:
@@ -233,6 +245,7 @@ class AlertSimulation:
 
     def toggle(self, fault: Fault) -> None:
         fault.present = not fault.present
+        self.counts[f"{'reported ' if fault.reported else ''}fault {'began' if fault.present else 'ended'}"] += 1
         fault.episodes += fault.present
         if fault.reported:
             revision = self.etcd.put(KEYS.event(f"{len(self.events):06}"), Cursor(revision=0))
@@ -257,6 +270,8 @@ class AlertSimulation:
     # -- leaders -----------------------------------------------------------------------------------------------
     def elect(self) -> SimulatedLeader:
         """A new process leads from now on, whatever the old ones believe."""
+        self.counts["elected"] += 1
+        self.counts["elected beside one that believes it leads"] += any(not leader.stopped for leader in self.leaders)
         self.etcd.die_at = 0
         self.etcd.kvs.pop(GUARD, None)
         self.etcd.txn([], [Op.put(GUARD, b"")])
@@ -269,6 +284,7 @@ class AlertSimulation:
                 return True
             if not self.etcd.txn([own_term], []):
                 raise Fenced("over")
+            self.counts["write refused since etcd has changed"] += 1
             return False
 
         leader.controller = AlertController(
@@ -309,6 +325,7 @@ class AlertSimulation:
             leader.controller.deliver()
         except Fenced:
             assert not self.leads(leader)
+            self.counts["write of a leader that was replaced"] += 1
         for alert in self.stored(self._alerts, KEYS.alerts_prefix()):
             if alert.phase is not Phase.PENDING:
                 self.opened.setdefault(alert.id, alert)
@@ -322,6 +339,7 @@ class AlertSimulation:
 
     def tick(self) -> None:
         self.t += TICK_S
+        self.counts["steps"] += 1
         for leader in list(self.leaders):
             leader.sender.work(stopped=leader.stopped)
             if not leader.stopped:
@@ -335,6 +353,7 @@ class AlertSimulation:
         if self.rng.random() < 0.5:
             for name, attempt in leader.sender.attempts.items():
                 if attempt.starts < 0 and attempt.arrives:
+                    self.counts["arrived after its sender had died"] += 1
                     self.deliver(name, attempt.notification)
         self.leaders.remove(leader)
 
@@ -358,19 +377,27 @@ class AlertSimulation:
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
+KINDS = frozenset({
+    "answer of the receiver lost", "arrived after its sender had died", "elected",
+    "elected beside one that believes it leads", "fault began", "fault ended", "leader died after a write",
+    "leader died before a write", "leader stopped", "leader went on", "not sent by a leader that was replaced",
+    "nothing reaches the receiver", "notification firing", "notification of several alerts", "notification resolved",
+    "reported fault began", "reported fault ended", "sent by a leader that is stopped",
+    "write of a leader that was replaced", "write of several records", "write refused since etcd has changed"})
 LONGEST_SILENCE_S = 60.0
 _LEADERLESS_S = 3.0
 _EPISODE_S = 14.0
 """A fault lasts longer than any time without a leader and its clock's error, and so does the time between two."""
 
 
-def run(seed: int) -> None:
+def run(seed: int) -> AlertSimulation:
     """Faults come and go while leaders and receivers fail; raises AssertionError where a notice is missing, comes in a
     wrong order, or passes the rate limit."""
     sim = make(seed)
     play(sim, sim.rng.choice([60, 200]))
     check_order_and_rate(sim)
     check_all_delivered(sim)
+    return sim
 
 
 def make(seed: int) -> AlertSimulation:
@@ -395,6 +422,7 @@ def play(sim: AlertSimulation, seconds: float, *, crashes: bool = True, unhealth
         if crashes and rng.random() < 0.05:
             sim.etcd.die_at = sim.etcd.writes + rng.randrange(1, 8)
         if crashes and not sim.leaderless and rng.random() < 0.02:
+            sim.counts["leader stopped"] += 1
             stopped.append(sim.leaders[-1])
             sim.leaders[-1].stopped = True
         if sim.leaderless:
@@ -404,6 +432,7 @@ def play(sim: AlertSimulation, seconds: float, *, crashes: bool = True, unhealth
                 wait -= TICK_S
             sim.elect()
         if stopped and rng.random() < 0.1:
+            sim.counts["leader went on"] += 1
             stopped.pop().stopped = False
         if unhealthy and rng.random() < 0.03:
             sim.unhealthy[rng.choice(sim.receivers).name] = rng.choice(["dead", "mute", "healthy", "healthy"])

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from chaos_tests.sim.election import TTL_S, ElectionWorld, Node, Process, Replica
+from chaos_tests.sim.election import CALL_KINDS, TTL_S, ElectionWorld, Node, Process, Replica
 from elastic_rl.coordinator import cluster_pass
 from elastic_rl.coordinator.assignments.state_machine import AssignmentLimits
 from elastic_rl.coordinator.cluster_pass import ClusterLimits, ClusterReading, ClusterWrite
@@ -64,6 +63,9 @@ ENDED_S = 6.0
 
 _LONG = ("job0", "job1")
 """Jobs that run for most of the time."""
+
+_FAULTS = ("agent", "agent", "pause", "pause", "cut", "cut", "power", "service", "bad", "replica", "pause replica",
+           "cut replica", "etcd")
 
 _HOST_EDGES = {
     (None, HostPhase.JOINING),
@@ -162,7 +164,6 @@ class ClusterWorld(ElectionWorld):
     def __init__(self, seed: int, parallel: int = 1) -> None:
         super().__init__(seed, QUIET_AT, KEYS.leader_prefix())
         self.limits, self.parallel = LIMITS, parallel
-        self.counts: Counter[str] = Counter()
         self.disturbed_at = 0.0
         self._pids = itertools.count(1)
         self._effects: dict[tuple[str, int], str] = {}
@@ -319,6 +320,7 @@ class ClusterWorld(ElectionWorld):
         name = key.removeprefix(KEYS.job_states_prefix())
         again = before is not None and not before.phase.live and after.submission > before.submission
         phase = None if before is None or again else before.phase
+        self.counts[f"job {after.phase}"] += phase is not after.phase
         if phase is not after.phase and (phase, after.phase) not in _JOB_EDGES:
             self._fail(f"job {name} went from {phase} to {after.phase}")
         live = [n for n in self._jobs() if (state := self._job_state(n)) is not None and state.phase.live]
@@ -528,6 +530,7 @@ class ClusterWorld(ElectionWorld):
         for process in host.alive:
             if (process.name, process.generation) == (name, generation) and not process.ending:
                 process.ending = True
+                self.counts["stops"] += 1
                 self.spawn(self._end(process, self.rng.uniform(0.1, TIMES.stop_s) / host.rate))
 
     def _end(self, process: SimProcess, after_s: float) -> Process:
@@ -617,13 +620,16 @@ class ClusterWorld(ElectionWorld):
         record, state = _decoded(JobRecord, self.etcd.keys[KEYS.job(name)].value), self._job_state(name)
         if state is not None and state.phase.ended and state.submission == record.submission:
             self._steps[name] += self.rng.choice([3, 10])
+            self.counts["submitted again"] += 1
             self._submit(name, record.replace(submission=record.submission + 1, stopped=False))
         elif self.rng.random() < 0.3 and name not in _LONG:
+            self.counts["stopped by the operator"] += not record.stopped
             self._submit(name, record.replace(stopped=True))
 
     def _change_host(self, host: SimHost) -> None:
         spec = self.rng.choice([HostSpec(), HostSpec(cordoned=True), HostSpec(drain=Drain(within_s=4.0))])
         if host.name not in self.spared:
+            self.counts[f"host spec {'drain' if spec.drain else 'cordon' if spec.cordoned else 'of nothing'}"] += 1
             self.etcd.txn([], [Op.put(KEYS.host_spec(host.name), spec.encode())])
 
     # -- faults --------------------------------------------------------------------------------------------------------
@@ -646,8 +652,7 @@ class ClusterWorld(ElectionWorld):
         host = self.rng.choice(holders if holders and self.rng.random() < 0.6 else self.hosts)
         replica = self.rng.randrange(len(self.replicas))
         until = self._until(host.name)
-        kind = self.rng.choice(["agent", "agent", "pause", "pause", "cut", "cut", "power", "service", "bad", "replica",
-                                "pause replica", "cut replica", "etcd"])
+        kind = self.rng.choice(_FAULTS)
         self.counts[kind] += 1
         self.disturbed_at = self.now
         match kind:
@@ -787,6 +792,10 @@ def _progress(job: str) -> str:
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
+KINDS = CALL_KINDS | frozenset(_FAULTS) | {f"host {phase}" for phase in HostPhase} | {
+    f"job {phase}" for phase in JobPhase} | {
+    "adopted", "fenced", "host spec cordon", "host spec drain", "host spec of nothing", "leases lost", "moves", "over",
+    "refused", "self-fenced", "starts", "stopped by the operator", "stops", "submitted again", "taken back"}
 def run(seed: int) -> ClusterWorld:
     """The world of a seed after its run. Raises Violation where a rule was broken."""
     return ClusterWorld(seed, parallel=4 if seed % 5 == 4 else 3).run()

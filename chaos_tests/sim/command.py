@@ -5,34 +5,72 @@ from __future__ import annotations
 
 import textwrap
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 from chaos_tests.sim.planted import PLANTED, Check
-from chaos_tests.sim.worlds import failures
+from chaos_tests.sim.workers import Task, results
+from chaos_tests.sim.worlds import STEPS, WORLDS, Played
 
 _SHOWN = 20
 """Failures of a world that are said; the number counts all."""
+_TASK_SEEDS = 25
+"""Most runs that a process makes before it says what they have found."""
+NEVER_FROM = 1000
+"""Runs of a world after which a kind that never happened is said to."""
 _WIDTH = 140
 """Most of what a check says of a planted bug."""
 
 
-def run_worlds(worlds: Sequence[str], seeds: Sequence[int], minutes: float, say: Callable[[str], None]) -> int:
-    """Runs each world with each seed, and begins no further run after so many minutes. Returns how many broke a rule.
-    """
-    until_s, broken = time.monotonic() + 60 * minutes, 0
-    for name in worlds:
-        began, runs, failed = time.monotonic(), 0, 0
-        for found in failures([name], seeds, until_s=until_s):
-            runs += 1
-            if found is not None:
-                failed += 1
-                if failed <= _SHOWN:
-                    say(f"  {found}")
-                    say(f"    again: elastic-rl chaos sim --worlds {name} --first {found.seed} --seeds 1")
-        broken += failed
-        left_out = "" if runs == len(seeds) else f", {len(seeds) - runs} not begun in time"
-        say(f"{name:<16} {runs} runs in {time.monotonic() - began:.0f} s, {failed} broke a rule{left_out}")
+def run_worlds(worlds: Sequence[str], seeds: range, minutes: float, say: Callable[[str], None], *, jobs: int = 1,
+               coverage: bool = False) -> int:
+    """Runs each world with each seed, in so many processes, and begins no further run after so many minutes. Returns
+    how many broke a rule. ``coverage``: says how often each kind of thing happened. Raises WorkerDied."""
+    began = time.monotonic()
+    each = max(1, min(_TASK_SEEDS, len(seeds) // (4 * jobs)))
+    # All worlds in turn, so that each has had as many runs where the time is over.
+    tasks = [Task(name, seeds[n:n + each], began + 60 * minutes) for n in range(0, len(seeds), each) for name in worlds]
+    open_tasks, played = {name: 0 for name in worlds}, defaultdict[str, Played](Played)
+    for task in tasks:
+        open_tasks[task.world] += 1
+    with closing(results(tasks, jobs)) as found:
+        for task, part in found:
+            whole = played[task.world]
+            for failure in part.failures[:max(0, _SHOWN - len(whole.failures))]:
+                say(f"  {failure}")
+                say(f"    again: elastic-rl chaos sim --worlds {task.world} --first {failure.seed} --seeds 1")
+            whole.add(part)
+            open_tasks[task.world] -= 1
+            if not open_tasks[task.world]:
+                _say_world(task.world, whole, len(seeds), time.monotonic() - began, say)
+                if coverage:
+                    _say_coverage(task.world, whole, say)
+    broken = sum(len(whole.failures) for whole in played.values())
+    say(f"{len(seeds)} seeds ({seeds[0]} to {seeds[-1]}), {len(worlds)} worlds, "
+        f"{sum(whole.runs for whole in played.values())} runs, "
+        f"{sum(whole.counts[STEPS] for whole in played.values())} steps, {broken} violations, "
+        f"{time.monotonic() - began:.0f} s, {min(jobs, len(tasks))} processes")
     return broken
+
+
+def _say_world(name: str, whole: Played, seeds: int, seconds: float, say: Callable[[str], None]) -> None:
+    left_out = "" if whole.runs == seeds else f", {seeds - whole.runs} not begun in time"
+    say(f"{name:<16} {whole.runs} runs, {whole.counts[STEPS]} steps, {len(whole.failures)} broke a rule{left_out} "
+        f"({seconds:.0f} s)")
+
+
+def _say_coverage(name: str, whole: Played, say: Callable[[str], None]) -> None:
+    """A line a kind: how often it happened, and in how many runs; first those that never did."""
+    kinds = WORLDS[name].kinds
+    if not kinds:
+        say("    counts nothing")
+    if whole.runs >= NEVER_FROM:
+        for kind in sorted(kind for kind in kinds if not whole.counts[kind]):
+            say(f"    {kind:<44} NEVER HAPPENED")
+    for kind, n in sorted(whole.counts.items(), key=lambda item: (item[1], item[0])):
+        if kind != STEPS and n:
+            say(f"    {kind:<44} {n:>10}  in {whole.seeds_with[kind]} runs")
 
 
 def selftest(seeds: int, say: Callable[[str], None]) -> int:

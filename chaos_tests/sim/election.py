@@ -8,6 +8,7 @@ import heapq
 import itertools
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,8 @@ class History:
     double: int = 0
     """Samples in which two replicas believed that they led."""
     terms: set[int] = field(default_factory=set)
+    counts: Counter[str] = field(default_factory=Counter)
+    """How often each of ``KINDS`` has happened."""
 
 
 class ElectionWorld:
@@ -119,6 +122,8 @@ class ElectionWorld:
         """``candidates``: prefix of the candidates' keys."""
         self.now, self.quiet_at, self.rng, self.etcd = 0.0, quiet_at, random.Random(seed), Model()
         self.candidates = candidates
+        self.counts: Counter[str] = Counter()
+        """How often each kind of thing has happened."""
         self._queue: list[tuple[float, int, Process, Node | None]] = []
         self._order = itertools.count()
 
@@ -131,6 +136,7 @@ class ElectionWorld:
                 self._at(node.paused_until, process, node)
                 continue
             self.etcd.expire(self.now)
+            self.counts["steps"] += 1
             delay = next(process, None)
             if delay is not None:
                 self._at(self.now + delay, process, node)
@@ -149,6 +155,7 @@ class ElectionWorld:
         def carry() -> Process:
             yield self._latency(node)
             if self.rng.random() < self._loss():
+                self.counts["message lost"] += 1
                 return
             answer = what()
             yield self._latency(node)
@@ -159,12 +166,14 @@ class ElectionWorld:
         yield 0.02
         while not box and self.now < end:
             yield 0.1
+        self.counts["call without an answer"] += not box
         return box
 
     def _latency(self, node: Node) -> float:
         """Seconds until a message arrives. During a partition it stays in a buffer until that heals."""
         held = max(0.0, node.cut_until - self.now)
         slow = self.now < self.quiet_at and self.rng.random() < 0.02
+        self.counts["message late"] += slow
         return held + (self.rng.uniform(0.5, 6.0) if slow else self.rng.uniform(0.0005, 0.01))
 
     def _loss(self) -> float:
@@ -202,6 +211,7 @@ class ElectionWorld:
                     entered = yield from self._call(r, lambda: self.etcd.txn(
                         [Compare.absent(protocol.key)], [Op.put(protocol.key, b"", lease)]))
                     if not entered:
+                        self.counts["campaign of unknown outcome"] += 1
                         return  # the outcome is unknown: the lease is revoked, and the key with it
                     answer = entered[0]
                 case ReadCandidates():
@@ -223,6 +233,9 @@ class ElectionWorld:
             yield (TTL_S / 3 if kept else 0.05) / r.rate
 
 
+_FAULTS = ("replica paused", "replica cut off", "lease revoked", "leases prolonged by a new leader of etcd")
+
+
 class Simulation(ElectionWorld):
     """Replicas that write whenever they believe that they lead. ``quiet_at``: from then on nothing fails."""
 
@@ -240,7 +253,11 @@ class Simulation(ElectionWorld):
 
     def run(self, until: float) -> History:
         self.advance(until)
-        return self.seen
+        seen = self.seen
+        seen.counts = self.counts + Counter({
+            "write of the leader": len(seen.applied), "write refused": seen.refused,
+            "two believe that they lead": seen.double, "term": len(seen.terms)})
+        return seen
 
     def _writer(self, r: Replica) -> Process:
         """Writes under the fencing token whenever the replica believes that it leads."""
@@ -278,7 +295,9 @@ class Simulation(ElectionWorld):
             if self.now > self.quiet_at:
                 return
             until = min(self.now + self.rng.uniform(0.2, 2.5 * TTL_S), self.quiet_at)
-            match self.rng.randrange(4):
+            kind = self.rng.randrange(4)
+            self.counts[_FAULTS[kind]] += 1
+            match kind:
                 case 0:
                     r.paused_until = until
                 case 1:
@@ -296,6 +315,9 @@ class Simulation(ElectionWorld):
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
+CALL_KINDS = frozenset({"message lost", "message late", "call without an answer", "campaign of unknown outcome"})
+KINDS = CALL_KINDS | frozenset(_FAULTS) | {
+    "write of the leader", "write refused", "two believe that they lead", "term"}
 QUIET_AT_S, END_S = 24.0, 44.0
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from chaos_tests.sim.pipeline import LIMITS, PLAN, Actor, Violation, World
+from chaos_tests.sim.pipeline import LIMITS, PLAN, RL_KINDS, Actor, Violation, World
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import Fenced
@@ -21,6 +21,13 @@ from elastic_rl.pipeline.flow.group_flow import FlowCounts, FlowLimits, GroupFlo
 from elastic_rl.pipeline.schedule import Lost, TakenStep
 
 ASYNC_LIMITS = replace(LIMITS, max_staleness=2, beside_steps=True)
+
+
+KINDS = RL_KINDS | {
+    "group finished during a step", "group of several versions", "groups gone when they were chosen",
+    "loss of the queue seen at once", "queue lost a part", "queue lost all", "samples of several versions",
+    "samples older than the newest version"}
+"""What can happen in each of these worlds."""
 
 
 @dataclass
@@ -52,7 +59,7 @@ class AsyncWorld(World):
         self.turns = turns or (lambda ordinal: self.random.randint(0, 12))
         self.generated: list[int] = []
         """Ordinals in the order in which they finished."""
-        self.counts: list[FlowCounts] = []
+        self.flow_counts: list[FlowCounts] = []
         self.overlaps = 0
         """Groups that finished while a step was being made."""
         self.most_open = 0
@@ -65,9 +72,10 @@ class AsyncWorld(World):
         if not self.etcd_up:
             return
         self.term += 1
+        self.counts["actor beside another"] += bool(self.actors)
         flow = GroupFlow(self.limits)
         actor = AsyncActor(self.term, flow, schedule.run_rl(self.plan, flow))
-        self.counts.append(flow.counts)
+        self.flow_counts.append(flow.counts)
         actor.doing = self.drive(actor)
         actor.producing = self.produce(actor)
         self.actors.append(actor)
@@ -80,6 +88,7 @@ class AsyncWorld(World):
         try:
             next(actor.producing)
         except Fenced:
+            self.counts["actor fenced"] += 1
             self.actors.remove(actor)
             if actor.term == self.term:
                 raise Violation("the newest actor ended") from None
@@ -95,8 +104,11 @@ class AsyncWorld(World):
             bound = (self.limits.max_staleness + 1) * self.limits.groups_per_step
             depth = flow.depth
             self.most_open = max(self.most_open, depth.leased + depth.queued + depth.training)
-            if self.most_open > bound or len(actor.running) > bound:
-                raise Violation(f"{self.most_open} groups are open, and {bound} may be")
+            if self.most_open > bound or len(actor.running) > bound:  # a rollout that is begun is not ended
+                running = [rollout.ordinal for rollout in actor.running if rollout.ordinal in flow.open]
+                self.counts["rollout of a group that a predecessor's step has consumed"] += len(running) <= bound
+                if self.most_open > bound or len(running) > bound:
+                    raise Violation(f"{self.most_open} groups are open and {running} are generated: {bound} may be")
             if not self.engines_up:
                 continue
             for rollout in list(actor.running):
@@ -112,9 +124,11 @@ class AsyncWorld(World):
                 # One storage unit is gone, or the whole queue. Some losses are seen at once, others when it is read.
                 gone = [o for o in actor.queue if self.random.random() < 0.5] if self.random.random() < 0.5 else list(
                     actor.queue)
+                self.counts["queue lost a part" if actor.queue.keys() - set(gone) else "queue lost all"] += 1
                 for ordinal in gone:
                     del actor.queue[ordinal]
                 if self.random.random() < 0.5:
+                    self.counts["loss of the queue seen at once"] += 1
                     flow.lost(gone)
 
     def finish(self, actor: AsyncActor, rollout: Rollout) -> None:
@@ -125,6 +139,8 @@ class AsyncWorld(World):
         drop = "uniform" if random.Random(rollout.ordinal).random() < 0.2 else ""
         self.generated.append(rollout.ordinal)
         self.overlaps += actor.flow.depth.training > 0
+        self.counts["group finished during a step"] += actor.flow.depth.training > 0
+        self.counts["group of several versions"] += len(versions) > 1
         if actor.flow.finished(rollout.ordinal, group.versions, drop):
             actor.queue[rollout.ordinal] = group
             if not actor.flow.arrived(rollout.ordinal):
@@ -135,6 +151,7 @@ class AsyncWorld(World):
         if isinstance(effect, schedule.Train) and self.limits.groups_per_part is None:
             yield
             if missing := [g.ordinal for g in effect.taken.groups.groups if g.ordinal not in actor.queue]:
+                self.counts["groups gone when the ranks read them"] += 1
                 self.lost_at_ranks += 1  # which read their samples themselves
                 actor.flow.not_loaded(missing)
                 raise Lost("groups are gone from the queue")
@@ -148,15 +165,18 @@ class AsyncWorld(World):
         while True:
             yield
             for ordinal in actor.flow.take_stale():
+                self.counts["stale group dropped"] += 1
                 actor.queue.pop(ordinal, None)
             if (part := actor.flow.choose()) is None:
                 continue
             if missing := [o for o in part.ordinals if o not in actor.queue]:
+                self.counts["groups gone when they were chosen"] += 1
                 actor.flow.not_loaded(missing)
                 continue
             if part.first:
                 groups = {}
             groups |= {o: actor.queue[o] for o in part.ordinals}
             self.parts += 1
+            self.counts["part of a step"] += part.step is None
             if part.step is not None:
                 return TakenStep(StepGroups.from_groups([groups[o] for o in part.step.ordinals]), part.step.consumption)

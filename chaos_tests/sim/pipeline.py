@@ -16,7 +16,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
@@ -44,6 +44,17 @@ from elastic_rl.trainer.service.commands import (
 PLAN = RunPlan(mode="rl", steps=7, groups_per_step=3, eval_every_steps=3, stop_eval_accuracy=None,
                sft_max_steps=4, sft_target=0.9, sft_eval_far=2, sft_eval_near=1)
 LIMITS = FlowLimits(PLAN.steps, PLAN.groups_per_step, max_staleness=0, max_dropped_groups=4, beside_steps=False)
+KINDS = frozenset({
+    "actor beside another", "actor fenced", "actor killed", "answer lost", "command answered from memory",
+    "command delayed", "command lost", "command refused: conflict", "command refused: fenced", "command repeated",
+    "command sent twice", "effect Finish", "effect Resume", "effect Save", "effect SftEvaluate", "effect SftUpdate",
+    "engines away", "etcd away", "late command", "late command to another group",
+    "lost: the group re-formed", "rank died in a step", "results forgotten", "state committed", "state not committed",
+    "trainer killed", "trainer killed before its first state", "updates undone", "waited for engines",
+    "waited for etcd"})
+"""What can happen in each of these worlds."""
+RL_KINDS = KINDS | {"effect BeginRl", "effect Evaluate", "effect Take", "effect Train",
+                    "lost: the step does not follow", "publish without etcd", "trainer killed while it publishes"}
 STATE_EVERY = 2
 MAX_EVENTS = 20_000
 
@@ -125,10 +136,13 @@ class World:
 
     def __init__(self, seed: int, plan: RunPlan = PLAN, limits: FlowLimits = LIMITS, *, asks_reference: bool = False,
                  lies: float = 0.0, trusts_trainer: bool = False, poison: Collection[int] = (), stops: int = 0) -> None:
+        self.counts: Counter[str] = Counter()
+        """How often each of ``KINDS`` has happened."""
         self.lies, self.trusts_trainer, self.refusals = lies, trusts_trainer, 0
         self.poison, self.refused = poison, 0
         self.random, self.plan, self.limits, self.asks_reference = random.Random(seed), plan, limits, asks_reference
         self.reference_passes = 0
+        self.forgets = random.Random(f"forgets {seed}")
         self.ids = itertools.count(1)
         self.term = 0
         self.etcd_up = self.engines_up = True
@@ -158,10 +172,12 @@ class World:
         self.groups += 1
         if self.committed:
             last = self.committed[-1]
+            self.counts["updates undone"] += len(self.executed) - last.lineage
             self.undone += len(self.executed) - last.lineage
             del self.executed[last.lineage:]
             progress = Progress.from_json(last.progress.to_json())  # as it is stored
         else:
+            self.counts["updates undone"] += len(self.executed)
             self.undone += len(self.executed)
             self.executed.clear()
             progress = Progress()
@@ -200,9 +216,12 @@ class World:
             self.refuse(trainer, command, e)
             return
         except (Fenced, Conflict, TrainerFailed) as e:
-            self.answer(command, {"error": "fenced" if isinstance(e, Fenced) else "conflict"})
+            error = "fenced" if isinstance(e, Fenced) else "conflict"
+            self.counts[f"command refused: {error}"] += 1
+            self.answer(command, {"error": error})
             return
         if earlier is not None:
+            self.counts["command answered from memory"] += 1
             self.answer(command, {"result": earlier})
             return
         if self.etcd_up and command.term != self.term:
@@ -224,11 +243,13 @@ class World:
                 raise Violation(f"the reference of {command.phase} step {command.step} was asked of a trainer at "
                                 f"{trainer.progress.phase} step {trainer.progress.step}")
             self.reference_passes += 1
+            self.counts["reference pass"] += 1
             self.done(trainer, command, {})
 
     def refuse(self, trainer: Trainer, command: Command, error: StaleSamples) -> None:
         """The actor knows all that the rule goes by but the newest version."""
         self.refusals += 1
+        self.counts["command refused: stale"] += 1
         if not self.trusts_trainer and (known := [v for v in error.versions if v <= trainer.policy_version]):
             raise Violation(f"{command} has samples of versions {known}, which the actor should have refused")
         self.answer(command, {"error": "stale", "versions": error.versions})
@@ -236,6 +257,7 @@ class World:
     def run_update(self, trainer: Trainer, command: Update) -> None:
         if self.random.random() < 0.05 and self.faults_left:
             self.faults_left -= 1
+            self.counts["rank died in a step"] += 1
             self.trainer = self.form_group()  # a rank dies in mid-step: nothing of it remains
             return
         meta = dict(command.cursor)
@@ -246,6 +268,9 @@ class World:
             if (made_by := self.weights_of[version]) != now[:len(made_by)]:
                 raise Violation(f"step {command.step} was trained on samples of version {version}, whose weights the "
                                 "trainer went back from")
+        self.counts["samples of several versions"] += len(meta.get("versions", ())) > 1
+        self.counts["samples older than the newest version"] += int(meta.get("oldest", 0)) not in (
+            0, trainer.policy_version)
         self.executed.append(Executed(
             command.phase, command.step, tuple(command.consumption.trained),
             tuple(g for groups in command.consumption.dropped.values() for g in groups),
@@ -260,6 +285,7 @@ class World:
     def publish(self, trainer: Trainer, command: Command) -> None:
         """The version of a step gets its number, which needs etcd."""
         if not self.etcd_up:
+            self.counts["publish without etcd"] += 1
             return
         self.number(trainer)
         trainer.publishing = None
@@ -272,6 +298,9 @@ class World:
         if self.etcd_up and self.random.random() < 0.9:
             self.committed.append(Committed(trainer.progress, trainer.policy_version, trainer.branch,
                                             len(self.executed)))
+            self.counts["state committed"] += 1
+        else:
+            self.counts["state not committed"] += 1
 
     def done(self, trainer: Trainer, command: Command, result: dict[str, Any]) -> None:
         trainer.gate.executed(command, result)
@@ -281,6 +310,9 @@ class World:
     def answer(self, command: Command, outcome: dict[str, Any]) -> None:
         self.trainer.pending.discard(command.id)
         self.trainer.results[command.id] = outcome
+        if self.forgets.random() < 0.02:  # the real service keeps a number of results; the gate knows the last one
+            self.counts["results forgotten"] += 1
+            self.trainer.results.clear()
 
     # -- actors -----------------------------------------------------------------------------------------------------
     def start_actor(self) -> None:
@@ -288,6 +320,7 @@ class World:
         if not self.etcd_up:
             return
         self.term += 1
+        self.counts["actor beside another"] += bool(self.actors)
         flow = GroupFlow(self.limits)
         steps = schedule.run_sft(self.plan) if self.plan.mode == "sft" else schedule.run_rl(self.plan, flow)
         actor = Actor(self.term, flow, steps)
@@ -299,13 +332,16 @@ class World:
         effect = next(actor.effects)
         while True:
             if self.stop_asked and not actor.stops and not isinstance(effect, schedule.NOT_STOPPED):
+                self.counts["stop before an effect"] += 1
                 actor.stops, effect = True, actor.effects.throw(schedule.StopAsked())
             try:
                 outcome = yield from self.interruptible(actor, effect)
             except StopAsked:
+                self.counts["stop in the middle of an effect"] += 1
                 actor.stops, effect = True, actor.effects.throw(schedule.StopAsked())
                 continue
             except Lost as e:
+                self.counts[f"lost: {e}"] += 1
                 actor.stops, effect = False, actor.effects.throw(e)
                 continue
             try:
@@ -319,6 +355,7 @@ class World:
 
     def interruptible(self, actor: Actor, effect: schedule.Effect) -> Generator[None, None, Any]:
         """Performs an effect; a stop may come at each of its waits, if it need not be done."""
+        self.counts[f"effect {type(effect).__name__}"] += 1
         doing = self.perform(actor, effect)
         while True:
             if self.stop_asked and isinstance(effect, schedule.INTERRUPTIBLE) and self.random.random() < 0.3:
@@ -357,6 +394,7 @@ class World:
                     for _ in range(self.random.randint(0, 3)):  # it looks for them, and may be replaced meanwhile
                         yield from self.command(actor, Check, phase="rl", step=effect.step)
                     self.refused += 1
+                    self.counts["groups that cannot be computed with"] += 1
                     return schedule.NotTrained(failed)
                 if self.asks_reference:
                     yield from self.command(actor, ForwardReference, phase="rl", step=effect.step)
@@ -383,6 +421,7 @@ class World:
         while not holds():
             actor.waiting_for = what
             self.waits_shown[what] += 1
+            self.counts[f"waited for {what}"] += 1
             yield
         actor.waiting_for = ""
 
@@ -412,6 +451,7 @@ class World:
         flow, queue = actor.flow, actor.queue
         while True:
             for ordinal in flow.take_stale():
+                self.counts["stale group dropped"] += 1
                 del queue[ordinal]
             if (part := flow.choose()) is not None and part.step is not None:
                 return TakenStep(StepGroups.from_groups([queue[o] for o in part.step.ordinals]),
@@ -441,9 +481,11 @@ class World:
         """The version that samples of this one say of themselves. Who lies says any other: an older one, of abandoned
         weights perhaps, or one that there is not; of some groups always."""
         if self.lies and ordinal % 11 == 7:
+            self.counts["lie: a version that there is not"] += 1
             return self.version + 3
         if self.random.random() >= self.lies:
             return version
+        self.counts["lie: any version"] += 1
         now = self.weights()
         abandoned = [v for v, made_by in self.weights_of.items() if made_by != now[:len(made_by)]]
         return self.random.choice([self.random.randint(0, self.version + 2), *abandoned[-3:]])
@@ -464,14 +506,18 @@ class World:
                 if fate < 0.8:
                     self.submit(command)
                 elif fate < 0.9:
+                    self.counts["command delayed"] += 1
                     self.network.append((group, command))  # it will arrive some time
                 else:
+                    self.counts["command lost"] += 1
                     sent = False  # it was lost, and the client knows
                 if self.random.random() < 0.1:
+                    self.counts["command sent twice"] += 1
                     self.network.append((group, command))  # twice
                 continue
             if self.random.random() < 0.2:
-                continue  # the answer was lost
+                self.counts["answer lost"] += 1
+                continue
             outcome = self.trainer.results.get(command.id)
             if outcome is None:
                 if command.id not in self.trainer.pending:
@@ -498,6 +544,7 @@ class World:
     # -- what happens -----------------------------------------------------------------------------------------------
     def step(self) -> None:
         """One thing that happens."""
+        self.counts["steps"] += 1
         fault = self.random.random() < 0.04 and self.faults_left > 0
         if fault:
             self.faults_left -= 1
@@ -506,6 +553,7 @@ class World:
             return
         if self.stops_left and self.random.random() < 0.01:
             self.stops_left -= 1
+            self.counts["stop asked"] += 1
             self.stop_asked = True
         chance = self.random.random()
         if chance < 0.05:
@@ -515,7 +563,8 @@ class World:
         elif chance < 0.4:
             self.execute_next()
         elif chance < 0.45 and self.network:
-            _, command = self.network.pop(self.random.randrange(len(self.network)))
+            group, command = self.network.pop(self.random.randrange(len(self.network)))
+            self.counts["late command" if group == self.trainer.group else "late command to another group"] += 1
             self.submit(command)  # also to a group that was formed later
         elif not self.actors:
             self.start_actor()
@@ -529,29 +578,37 @@ class World:
             if actor in self.actors:  # else it has ended with all of the run
                 self.actors.remove(actor)
         except Fenced:
+            self.counts["actor fenced"] += 1
             self.actors.remove(actor)
             if actor.term == self.term:
                 raise Violation("the newest actor ended") from None
 
     def kill_trainer(self) -> None:
+        self.counts["trainer killed"] += 1
+        self.counts["trainer killed before its first state"] += not self.committed
+        self.counts["trainer killed while it publishes"] += self.trainer.publishing is not None
         self.trainer = self.form_group()
 
     def kill_actor(self) -> None:
         if self.actors:
+            self.counts["actor killed"] += 1
             self.actors.remove(self.random.choice(self.actors))
 
     def etcd_down(self) -> None:
+        self.counts["etcd away"] += 1
         self.etcd_up = False
 
     def engines_down(self) -> None:
+        self.counts["engines away"] += 1
         self.engines_up = False
 
     def repeat_command(self) -> None:
         """A command that was sent before is delivered once more."""
         if self.trainer.queue:
+            self.counts["command repeated"] += 1
             self.network.append((self.trainer.group, self.random.choice(self.trainer.queue)))
 
-    def run(self) -> None:
+    def run(self) -> Self:
         """To the end of the job. Raises Violation."""
         for _ in range(MAX_EVENTS):
             if self.finished:
@@ -561,6 +618,7 @@ class World:
         if not self.finished:
             raise Violation("the job did not finish")
         self.check_end()
+        return self
 
     # -- what must hold ---------------------------------------------------------------------------------------------
     def check_lineage(self) -> None:

@@ -243,15 +243,20 @@ def sim(seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each 
         worlds: Annotated[list[str] | None, typer.Option("--worlds", metavar="NAME", show_default=False, help=(
             "Only this world; may be repeated."))] = None,
         minutes: Annotated[float, typer.Option("--minutes", min=0.0, help="Begin no further run after so long.")
-                           ] = float("inf")) -> None:
+                           ] = float("inf"),
+        jobs: Annotated[int, typer.Option("--jobs", min=0, help="Processes; 0: one for each core.")] = 0,
+        coverage: Annotated[bool, typer.Option("--coverage", help=(
+            "Say how often each kind of fault, step and branch of a world happened, and what never did."))] = False,
+        ) -> None:
     """Run simulated worlds with many seeds; code 1 where a rule is broken."""
-    from chaos_tests.sim import command
+    from chaos_tests.sim import command, workers
     from chaos_tests.sim.worlds import WORLDS
     names = worlds or [*WORLDS]
     if unknown := [name for name in names if name not in WORLDS]:
         raise ConfigError(f"there are no worlds {', '.join(unknown)}", hint=f"known: {', '.join(WORLDS)}")
     logging.disable()  # what the product logs in worlds that fail is expected
-    if command.run_worlds(names, range(first, first + seeds), minutes, say):
+    if command.run_worlds(names, range(first, first + seeds), minutes, say, jobs=jobs or workers.cores(),
+                          coverage=coverage):
         raise typer.Exit(Exit.FAILED)
 
 

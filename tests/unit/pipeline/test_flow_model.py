@@ -44,7 +44,7 @@ def test_every_group_is_trained_on_once_within_the_staleness_whatever_crashes(st
         world = _run(AsyncWorld(seed, replace(ASYNC_LIMITS, max_staleness=staleness, groups_per_part=part)), seed)
         parts, steps = parts + world.parts, steps + sum(e.phase == "rl" for e in world.executed)
         groups, actors = groups + world.groups - 1, actors + world.term - 1
-        stale, lost = stale + sum(c.stale for c in world.counts), lost + sum(c.lost for c in world.counts)
+        stale, lost = stale + sum(c.stale for c in world.flow_counts), lost + sum(c.lost for c in world.flow_counts)
         overlaps, at_ranks = overlaps + world.overlaps, at_ranks + world.lost_at_ranks
     assert groups > SEEDS and actors > SEEDS, "the runs were disturbed"
     assert lost > SEEDS // 10 and stale > 0, "groups were generated again"
@@ -65,7 +65,7 @@ def test_rollout_slower_than_the_staleness_allows_is_waited_for(waits: bool, par
                            loses=False, turns=lambda ordinal: 150 if ordinal == 0 else 0)
         world.faults_left = 0
         _run(world, seed)
-        most = max(most, sum(c.stale for c in world.counts))
+        most = max(most, sum(c.stale for c in world.flow_counts))
     assert (most <= 1) is waits
 
 
