@@ -220,6 +220,10 @@ class TrainerFailed(ElasticRLError):
     """Name of the group."""
 
 
+class GroupReformed(TrainerFailed):
+    """A trainer group has lost its ranks, and formed again with others, before its caller knew of it."""
+
+
 class PreflightFailed(ElasticRLError):
     """The machine lacks something that a run needs: a port, shared memory, a program, a package."""
 

@@ -14,6 +14,10 @@ from functools import lru_cache
 
 from elastic_rl.config.groups import TRAINER_GROUPS
 
+TOLD = "told"
+"""Field of ``Event.data``, true for an event that opens no alert: the leader has found what it reports, and told of it,
+before."""
+
 
 @dataclass(frozen=True)
 class EventKind:

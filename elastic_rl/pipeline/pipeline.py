@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 
-from elastic_rl.errors import Conflict, TrainerFailed
+from elastic_rl.errors import Conflict, GroupReformed, TrainerFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.run_context import RunContext
@@ -106,5 +106,6 @@ def _report_loss(term: ActorTerm, error: TrainerFailed | Conflict) -> None:
     """One event for each loss, however often the ``Resume`` that follows is tried."""
     group = error.group if isinstance(error, TrainerFailed) else ""
     term.waits.stage("resume")
-    term.waits.retry("etcd", lambda: term.events.trainer_lost(term.step, str(error), group) if group
+    reformed = isinstance(error, GroupReformed)
+    term.waits.retry("etcd", lambda: term.events.trainer_lost(term.step, str(error), group, reformed=reformed) if group
                      else term.events.resynced(term.step, str(error)))

@@ -146,8 +146,9 @@ class RunEvents:
         self._emit(event_kinds.ACTOR_RESYNCED, "actor", f"goes on from the committed state: {reason}",
                    severity=Severity.WARNING, step=step)
 
-    def trainer_lost(self, step: int, reason: str, group: str) -> None:
-        """``group``: name of the trainer group that was lost."""
+    def trainer_lost(self, step: int, reason: str, group: str, *, reformed: bool = False) -> None:
+        """``group``: name of the trainer group that was lost. ``reformed``: it has formed again since, so that the
+        leader has told of it when it found the ranks replaced."""
         self._lost = {*self._missed(), group}
         log.warning("the group %s was lost at step %d: %s", group, step, reason)
         request = self._read_restart_request(group)
@@ -160,13 +161,14 @@ class RunEvents:
             return
         beats = [m.beat_at for m in members(self._etcd, self._keys, group)]  # a dead rank's until its lease ends
         self._emit(event_kinds.TRAINER_GROUP_EVENTS[group].failed, group, reason, severity=Severity.ERROR, step=step,
+                   **({event_kinds.TOLD: True} if reformed else {}),
                    **({"detect_s": round(max(0.0, time.time() - min(beats)), 3)} if beats else {}))
 
     def trainers_recovered(self, reformed: Set[str], at_step: int, step: int, version: int) -> None:
         """Every group is there, at this step. ``reformed``: those that have re-formed since step ``at_step``; one that
         nobody had missed was lost too."""
         for group in sorted(reformed - self._missed()):
-            self.trainer_lost(at_step, f"the {group} group re-formed", group)
+            self.trainer_lost(at_step, f"the {group} group re-formed", group, reformed=True)
         for group in sorted(self._missed()):
             self._emit(event_kinds.TRAINER_GROUP_EVENTS[group].recovered, group,
                        f"resumed at step {step}, version {version}", step=step)

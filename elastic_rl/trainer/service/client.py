@@ -29,6 +29,7 @@ from elastic_rl.errors import (
     ConfigError,
     Conflict,
     EtcdUnavailable,
+    GroupReformed,
     GroupsLost,
     StaleSamples,
     StepRefused,
@@ -376,14 +377,14 @@ class TrainerClient(TrainerCalls):
         raise TrainerFailed(f"a rank of the {self._role} did not give its outputs ({failure})")
 
     def require_same_group(self) -> None:
-        """Raises TrainerFailed when another group has formed than the one that this client has taken over. A group
+        """Raises GroupReformed when another group has formed than the one that this client has taken over. A group
         whose record is missing may only be slow: its lease has ended."""
         try:
             member = self._member()
         except EtcdUnavailable:  # nobody can say; the group may answer again
             return
         if member is not None and member.incarnation != self._group:
-            raise TrainerFailed(f"the {self._role} group re-formed")
+            raise GroupReformed(f"the {self._role} group re-formed")
 
 
 class _Unanswered(Exception):

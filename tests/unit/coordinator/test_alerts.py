@@ -23,6 +23,7 @@ from elastic_rl.coordinator.etcd_health import EtcdHealth
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.dcs.catalog.under_replication import ShortVersion, UnderReplication
+from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import KeyValue, MemberStatus
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import (
@@ -258,6 +259,12 @@ def test_restart_event_is_notified_unless_its_fault_has_an_alert() -> None:
     assert merged(replace(requested, subject="job"), known=[opened("run.global_restart", "j", revision=3)]) == []
     assert merged(Condition("trainer.hung", "trainer", "m"), replace(requested, subject="trainer")) == [
         "trainer.hung/trainer"]
+
+
+def test_loss_that_the_leader_has_told_of_opens_no_alert() -> None:
+    """The loop finds it with its next command, which may be minutes after the end of the leader's own alert."""
+    failed = event("trainer.failed", "trainer", Severity.ERROR)
+    assert rules.report(failed, 5) and not rules.report(failed.replace(data={event_kinds.TOLD: True}), 5)
 
 
 def test_global_restart_alert_is_over_when_the_new_epoch_makes_progress() -> None:

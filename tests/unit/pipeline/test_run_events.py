@@ -83,6 +83,32 @@ def test_new_actor_reports_the_recovery_of_lost_groups_only(log: list[str], reco
     assert kinds == recovered
 
 
+class EmptyStore(EventLog):
+    """A job of which etcd has nothing yet."""
+
+    def range(self, prefix: str, **_: Any) -> tuple[list[KeyValue], int]:
+        return [], 9
+
+    def get(self, key: str) -> None:
+        return None
+
+
+def test_loss_that_is_found_when_the_group_is_back_says_that_it_was_told_before() -> None:
+    told: dict[str, bool] = {}
+
+    def emit(kind: EventKind, subject: str, message: str, **data: Any) -> None:
+        told[f"{kind.name} {message}"] = bool(data.get(event_kinds.TOLD))
+
+    events = RunEvents(EmptyStore([]), Keys("job"), emit)  # type: ignore[arg-type]
+    events.trainer_lost(3, "no answer", "trainer")
+    events.trainer_lost(4, "it is another one", "trainer", reformed=True)
+    events.trainers_recovered({"critic"}, at_step=4, step=3, version=3)
+    assert told == {"trainer.failed no answer": False, "trainer.failed it is another one": True,
+                    "critic.failed the critic group re-formed": True,
+                    "trainer.recovered resumed at step 3, version 3": False,
+                    "critic.recovered resumed at step 3, version 3": False}
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 30)), max_size=40))
 def test_reports_are_rare_and_count_everything(added: list[tuple[int, float]]) -> None:
     limit, now, reported, total, times = ReportLimit(60.0), 0.0, 0, 0, list[float]()
