@@ -126,8 +126,8 @@ _PARTS_LOST: Mapping[str, Entry] = {
     "etcd_killed": Entry(lambda c: ServiceKilled(c, "etcd-0"), Part.ETCD, "kill -9 of etcd, which restarts on its data",
                          takes_all=True),
     "etcd_stopped": Entry(lambda c: EtcdStopped(c, _ETCD_AWAY_S), Part.ETCD,
-                          f"SIGSTOP of etcd for {_ETCD_AWAY_S:g} s: connections stay, nothing answers, and a host that has "
-                          "no lease for so long ends its driver", takes_all=True, also=frozenset({Part.DRIVER})),
+                          f"SIGSTOP of etcd for {_ETCD_AWAY_S:g} s: connections stay, nothing answers, and a host that "
+                          "has no lease for so long ends its driver", takes_all=True, also=frozenset({Part.DRIVER})),
 }
 _ETCD_SLOW, _ANSWERS_LOST = "etcd_slow", "etcd_answers_lost"
 _OTHERS: Mapping[str, Entry] = {
