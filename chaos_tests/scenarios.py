@@ -131,12 +131,14 @@ _ANY_SCHEDULE = ("engine_killed", "trainer_rank_killed", "trainer_rank_stopped",
 _LIGHT = ("pools", "silences", "operations", "watches")
 """Traffic that changes nothing that the job runs on."""
 
+# By time: beside a fault that stops nothing, a job of so many steps would end before the recovery from it.
 SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
-    Scenario("quick", "a small job and a few faults of any kind, in about five minutes", _SMALL, steps=60, count=4,
-             faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(3, 6, 20), traffic=_LIGHT, floor_answers=40),
+    Scenario("quick", "a small job and a few faults of any kind, in about five minutes", _SMALL, minutes=2.5,
+             count=4, faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(3, 6, 20), pace_s=Pace(8, 20, 40),
+             traffic=_LIGHT, floor_answers=40),
     Scenario("drawn", "a small job in which faults of any kind follow one another, some of them two at once", _SMALL,
-             steps=140, count=10, faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(2, 8, 30), traffic=_LIGHT,
-             floor_answers=80),
+             minutes=5.0, count=10, faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(2, 8, 30), pace_s=Pace(8, 15, 60),
+             traffic=_LIGHT, floor_answers=80),
     Scenario("every", "a small job and every fault of one host, also those of single processes, of storage and of who "
              "has been replaced", _SMALL, minutes=20.0, count=len(_EVERY), faults=_EVERY, steps_per_minute=60.0,
              pace=Pace(3, 8, 30), pace_s=Pace(10, 12, 60),
@@ -148,15 +150,17 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("growth", "no fault and many steps of a tiny job, in which nothing may grow with the steps",
              growth.SETTINGS, steps=20_000, steps_per_minute=150.0),
     Scenario("async", "a fully asynchronous job whose groups are generated beside its steps",
-             {**_SMALL, "train.schedule": "fully_async", "train.max_staleness": 2}, steps=120, count=6,
-             faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=30.0, pace=Pace(3, 10, 30)),
+             {**_SMALL, "train.schedule": "fully_async", "train.max_staleness": 2}, minutes=5.0,
+             count=6, faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=30.0,
+             pace=Pace(3, 10, 30), pace_s=Pace(10, 25, 60)),
     Scenario("changes", "a small job whose pool clients scale, whose engines they have replaced and whose driver "
-             "restarted, while faults happen", {**_SMALL, "rollout.engines": 2}, steps=150, count=6,
+             "restarted, while faults happen", {**_SMALL, "rollout.engines": 2}, minutes=6.0, count=6,
              faults={name: WEIGHTS[name] for name in ("coordinator_killed", "dcs_killed", "trainer_rank_killed",
                                                       "advantages_killed", "actor_killed", "etcd_killed")},
-             steps_per_minute=25.0, pace=Pace(5, 12, 30), floor_answers=80,
+             steps_per_minute=25.0, pace=Pace(5, 12, 30), pace_s=Pace(20, 25, 60), floor_answers=80,
              traffic=("scales", "silences", "drains", "restarts", "watches")),
     Scenario("critic", "PPO, whose critic is a group of ranks of its own",
-             {**_SMALL, "algorithm.name": "ppo", "critic.trainer": {"data_parallel": 1}}, steps=80, count=5,
-             faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=25.0, pace=Pace(3, 8, 25)),
+             {**_SMALL, "algorithm.name": "ppo", "critic.trainer": {"data_parallel": 1}}, minutes=5.0, count=5,
+             faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=25.0, pace=Pace(3, 8, 25),
+             pace_s=Pace(10, 25, 60)),
 )}

@@ -36,7 +36,8 @@ def test_soak_has_the_faults_that_others_have_published() -> None:
 
 def test_longer_run_has_more_faults_and_a_short_one_as_many_as_find_room() -> None:
     drawn = SCENARIOS["drawn"]
-    assert drawn.schedule(1, steps=280).faults == 2 * drawn.count
+    assert drawn.schedule(1, minutes=2 * drawn.minutes).faults == 2 * drawn.count
+    assert drawn.schedule(1, steps=280).faults == round(drawn.count * 280 / (drawn.minutes * drawn.steps_per_minute))
     assert 1 <= drawn.schedule(1, minutes=2.0).faults < drawn.schedule(1, minutes=10.0).faults
     assert drawn.schedule(1, minutes=2.0).by_time
     assert SCENARIOS["growth"].schedule(1, steps=20_000).strikes == ()
