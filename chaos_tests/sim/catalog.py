@@ -326,6 +326,7 @@ class CatalogWorld:
     # -- what happens --------------------------------------------------------------------------------------------------
     def _anything(self) -> None:
         roll = self.rng.random()
+        self.counts["steps"] += 1
         if roll < 0.38:
             self._publish(self.rng.choice(self.publishers))
         elif roll < 0.62:
@@ -344,6 +345,7 @@ class CatalogWorld:
         else:
             self.damaged |= {*range(1, self._highest + 1)}
             self.rng.choice(self.nodes).rot(self.rng)
+            self.counts["bytes changed on a node"] += 1
 
     def _sweep(self) -> None:
         if not self._sweeps:
@@ -372,6 +374,7 @@ class CatalogWorld:
         fencing.write(self.driver, KEYS, epoch, Op.put(KEYS.formation(GROUP), Formation(
             epoch=epoch, hosts=[], data_parallel=1).encode()))
         number = self.model.keys[KEYS.formation(GROUP)].version
+        self.counts["new epoch" if new_epoch else "new formation"] += 1
         for old in self.publishers[:-2]:
             old.kill()
         self.publishers = [*(p for p in self.publishers[-2:] if not p.etcd.dead), SimPublisher(
@@ -410,6 +413,7 @@ class CatalogWorld:
         self.damaged |= {v.number for v in reads.list_versions(self.driver, KEYS, STREAM)
                          if v.state is VersionState.COMMITTED}
         node.kill()
+        self.counts["node killed"] += 1
 
     # -- rules ---------------------------------------------------------------------------------------------------------
     def _any_number(self) -> int | None:
@@ -457,6 +461,7 @@ class CatalogWorld:
         found = bytearray(data)
         if not self._is_quiet and self.rng.random() < 0.01:
             found[self.rng.randrange(len(found))] ^= 1
+            self.counts["bytes changed on the way"] += 1
         return memoryview(found)
 
     def _written(self, kv: KeyValue) -> None:
@@ -477,9 +482,11 @@ class CatalogWorld:
                                     f"{version.meta[what]} in {what} {number}")
 
 
-def run(seed: int) -> list[Event]:
-    """The log of a run. Raises Violation."""
-    return CatalogWorld(seed).run()
+def run(seed: int) -> CatalogWorld:
+    """Raises Violation."""
+    world = CatalogWorld(seed)
+    world.run()
+    return world
 
 
 def log(seed: int) -> list[Event]:

@@ -290,8 +290,10 @@ class EngineWorld:
     def _anything(self) -> None:
         if self.now >= END_S - QUIET_S:
             return
-        match self.rng.choice(["kill", "kill", "stop", "stop", "move", "restart", "ray", "engine", "head", "head",
-                               "scale", "scale", "go on", "go on"]):
+        what = self.rng.choice(["kill", "kill", "stop", "stop", "move", "restart", "ray", "engine", "head", "head",
+                                "scale", "scale", "go on", "go on"])
+        self.counts.update(["steps", what])
+        match what:
             case "kill":
                 self._end_drivers()
             case "stop" if self.drivers:
@@ -374,9 +376,11 @@ class EngineWorld:
             yield
 
 
-def run(seed: int) -> list[Event]:
-    """The log of a run. Raises Violation."""
-    return EngineWorld(seed).run()
+def run(seed: int) -> EngineWorld:
+    """Raises Violation."""
+    world = EngineWorld(seed)
+    world.run()
+    return world
 
 
 def log(seed: int) -> list[Event]:

@@ -87,9 +87,13 @@ WORLDS: Mapping[str, SimWorld] = {
     "alerts": SimWorld("alerts from fault to receiver: leaders die in each write, receivers fail", alerts.run,
                        alerts.KINDS),
     "versions": SimWorld("versions from publisher to reader: publishers and nodes die, epochs end, bytes change",
-                         function_of("catalog", "run")),
+                         function_of("catalog", "run"), frozenset({
+                             "published", "fenced", "read", "new epoch", "new formation", "node killed",
+                             "bytes changed on a node", "bytes changed on the way"})),
     "engines": SimWorld("drivers and engines: take-overs, global restarts, drains, what is left of an epoch",
-                        function_of("engines", "run")),
+                        function_of("engines", "run"), frozenset({
+                            "requests", "kill", "stop", "move", "restart", "ray", "engine", "head", "scale",
+                            "go on"})),
 }
 
 
