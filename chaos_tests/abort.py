@@ -21,7 +21,7 @@ from elastic_rl.runtime.files import require_own_folder
 
 log = logging.getLogger(__name__)
 
-_FILE, _LOCK = "abort", "runner.lock"
+ABORT_FILE, LOCK_FILE = "abort", "runner.lock"
 _AFTERWARDS_S = 60.0
 """An alert that begins so soon after the recovery from a fault is of that fault."""
 
@@ -30,7 +30,7 @@ class AbortSwitch:
     """Of a run that goes on. The first reason counts."""
 
     def __init__(self, folder: Path) -> None:
-        self._file, self._requested, self._lock = folder / _FILE, threading.Event(), threading.Lock()
+        self._file, self._requested, self._lock = folder / ABORT_FILE, threading.Event(), threading.Lock()
         self._why = ""
 
     def request(self, why: str) -> None:
@@ -59,10 +59,10 @@ def running(folder: Path) -> Iterator[AbortSwitch]:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     require_own_folder(folder, hint="name another folder with --out")
-    with _opened(folder / _LOCK, os.O_RDWR | os.O_CREAT) as lock:
+    with _opened(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT) as lock:
         if not file_lock.taken(lock):
             raise ConfigError(f"another process runs in {folder}", hint="name another folder with --out")
-        (folder / _FILE).unlink(missing_ok=True)
+        (folder / ABORT_FILE).unlink(missing_ok=True)
         try:
             yield AbortSwitch(folder)
         finally:
@@ -89,7 +89,7 @@ def _opened(path: Path, flags: int) -> IO[bytes]:
 def is_running(folder: Path) -> bool:
     """Raises ConfigError for a lock that is no file."""
     try:
-        with _opened(folder / _LOCK, os.O_RDONLY) as lock:
+        with _opened(folder / LOCK_FILE, os.O_RDONLY) as lock:
             return not file_lock.taken(lock, shared=True)
     except FileNotFoundError:
         return False
@@ -98,10 +98,10 @@ def is_running(folder: Path) -> bool:
 def abort(folder: Path) -> Undone | None:
     """Has the run in a folder end: its process does the rest, and this returns None. Where that is gone, it undoes what
     faults have left, and returns what it did. Raises ConfigError for a folder without a run."""
-    if not (folder / _LOCK).exists():
+    if not (folder / LOCK_FILE).exists():
         raise ConfigError(f"no chaos run was in {folder}", hint="name the folder that `elastic-rl chaos run` has said")
     if is_running(folder):
-        _opened(folder / _FILE, os.O_WRONLY | os.O_CREAT).close()
+        _opened(folder / ABORT_FILE, os.O_WRONLY | os.O_CREAT).close()
         return None
     return undo_all(folder)
 

@@ -52,6 +52,8 @@ from elastic_rl.runtime.files import read_limited, replace_file
 log = logging.getLogger(__name__)
 
 SCHEDULE = "schedule.json"
+_BEFORE_A_RUN = (abort.ABORT_FILE, abort.LOCK_FILE, SCHEDULE)
+"""What may be in the folder of a run before it begins."""
 _MOST_BYTES = 16 << 20
 """Of a schedule: it may have been sent."""
 _POLL_S = 1.0
@@ -167,9 +169,11 @@ def schedule_at(path: Path) -> Schedule:
 
 
 def _require_new(folder: Path) -> None:
-    """Raises ConfigError for a folder that has results."""
+    """Raises ConfigError for a folder that has results, or anything else that is no run's."""
     if (folder / EVENTS).exists() or (folder / BASELINE).exists():
         raise ConfigError(f"{folder} has the results of a run", hint="name another folder with --out")
+    if folder.is_dir() and (others := [path.name for path in folder.iterdir() if path.name not in _BEFORE_A_RUN]):
+        raise ConfigError(f"{folder} is not empty: it has {min(others)}", hint="name a new folder with --out")
 
 
 def shown(schedule: Schedule) -> Schedule:

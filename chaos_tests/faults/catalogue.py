@@ -124,7 +124,7 @@ _PARTS_LOST: Mapping[str, Entry] = {
     "coordinator_killed": Entry(CoordinatorKilled, Part.COORDINATORS, "kill -9 of the coordinator that leads", 2.0),
     "dcs_killed": Entry(DcsNodeKilled, Part.DCS, "kill -9 of the job's DCS node on this host", 2.0),
     "etcd_killed": Entry(lambda c: ServiceKilled(c, "etcd-0"), Part.ETCD, "kill -9 of etcd, which restarts on its data",
-                         takes_all=True),
+                         takes_all=True, also=frozenset({Part.DRIVER})),
     "etcd_stopped": Entry(lambda c: EtcdStopped(c, _ETCD_AWAY_S), Part.ETCD,
                           f"SIGSTOP of etcd for {_ETCD_AWAY_S:g} s: connections stay, nothing answers, and a host that "
                           "has no lease for so long ends its driver", takes_all=True, also=frozenset({Part.DRIVER})),
@@ -174,7 +174,7 @@ _OTHERS: Mapping[str, Entry] = {
     "dcs_paused": _struck("dcs", Way.PAUSED, Part.DCS, "SIGSTOP of the DCS node, and SIGCONT"),
     "host_agent_killed": _struck("host_agent", Way.KILLED, Part.HOSTS, "kill -9 of the active host agent",
                                  repaired_unseen=True),
-    "etcd_terminated": _struck("etcd", Way.TERMINATED, Part.ETCD, "SIGTERM of etcd"),
+    "etcd_terminated": _struck("etcd", Way.TERMINATED, Part.ETCD, "SIGTERM of etcd", also={Part.DRIVER}),
     "busy_cores": Entry(lambda c: BusyCores(c, _BUSY_S), Part.HOSTS, "other processes use all cores for a while", 0.5,
                         takes_replica=False),
     # -- in a state
@@ -216,7 +216,7 @@ _OTHERS: Mapping[str, Entry] = {
                          "etcd is stopped for longer than a call waits: writes are made whose answers are lost", 0.5),
     "etcd_compacted_past_watcher": Entry(CompactedPastWatcher, Part.ETCD,
                                          "etcd is restarted and compacted past what the leader has watched", 0.5,
-                                         also=frozenset({Part.COORDINATORS})),
+                                         also=frozenset({Part.COORDINATORS, Part.DRIVER})),
     "foreign_records": Entry(lambda c: ForeignRecords(c, _RECORDS_S), Part.ETCD,
                              "etcd has records of a later release, and one that is none", 0.5,
                              takes_replica=False),

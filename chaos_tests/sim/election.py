@@ -284,7 +284,7 @@ class Simulation(ElectionWorld):
     def _of_leader(self, r: Replica, term: int) -> Op:
         """What a leader writes: it announces its term first, and then that it lives."""
         if term in self.seen.terms:
-            return Op.put(KEYS.leader_heartbeat(), json.dumps({"term": term}).encode())
+            return Op.put(KEYS.leader_heartbeat(), json.dumps({"replica": r.name, "term": term}).encode())
         return Op.put(KEYS.leadership(), json.dumps({"replica": r.name, "term": term}).encode())
 
     # -- faults --------------------------------------------------------------------------------------------------------

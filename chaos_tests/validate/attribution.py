@@ -7,7 +7,7 @@ strikes and within a limited time; an alert that is left over is one too many.
 from __future__ import annotations
 
 import math
-from collections import Counter
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,11 +24,14 @@ _ENDED = (KILLED, "was sent SIGTERM and seen to end", "exited with code 0")
 NOT_OF_FAULTS = ("eval.", "responses.", "reward.", "generate.", "filter.", "train.", "job.", "alerts.", "operation.",
                   "restart.requested", "pool.scaling", "samples.")
 """Begins of the kinds of alerts that are about what is trained, or what an operator asked for."""
-_CONSEQUENCES = ("compute.", "dcs.under_replicated", "durable.", "engine.cannot_fetch", "engine.lagging", "pool.short",
-                 "reconcile.failing", "record.unreadable", "run.global_restart", "run.waiting", "staleness.exceeded")
+_CONSEQUENCES = ("compute.", "dcs.under_replicated", "durable.", "engine.cannot_fetch", "engine.lagging",
+                 "leader.absent", "pool.short", "reconcile.failing", "record.unreadable", "run.global_restart",
+                 "run.waiting", "staleness.exceeded")
 """Begins of the kinds of alerts that tell how a fault goes on, which any fault may have where it lasts."""
-_MOST_OF_A_KIND = 4
-"""Alerts of one kind of ``_CONSEQUENCES`` that one fault may have."""
+_MOST_CONSEQUENCES = 4
+"""Alerts of ``_CONSEQUENCES`` that one fault may have in all."""
+_FOUND_S = 10.0
+"""An alert that opens so long after a fault may be about it and the fault before it: both are found with it."""
 _PARTS: Mapping[str, frozenset[Part]] = {
     **dict.fromkeys(TRAINER_GROUPS, frozenset({Part.TRAINER})), "trainer": frozenset({Part.TRAINER}),
     "publish": frozenset({Part.TRAINER, Part.DCS}), "engine": frozenset({Part.ENGINES}),
@@ -64,9 +67,11 @@ def is_of_fault(alert: Event) -> bool:
 
 
 def gives_alert(fault: Event) -> bool:
-    """Whether an alert has to tell of it: a process has ended by it, and is no one that is replaced unnoticed."""
+    """Whether an alert has to tell of it: a process has ended by it, or what it struck does not go on by itself, and is
+    nothing that is replaced unnoticed."""
     entry = FAULTS.get(str(fault["name"]))
-    return (entry is None or not entry.repaired_unseen) and any(how in str(fault.get("witness")) for how in _ENDED)
+    return (entry is None or not entry.repaired_unseen) and (
+        fault.get("may_go_unnoticed") is False or any(how in str(fault.get("witness")) for how in _ENDED))
 
 
 @dataclass
@@ -80,9 +85,10 @@ class _Account:
     """Parts that it takes with it."""
     left: int
     """Alerts of ``main`` that it may still give."""
-    others: set[str] = field(default_factory=set)
-    """Components of ``also`` that had their alert."""
-    consequences: Counter[str] = field(default_factory=Counter)
+    others: set[tuple[str, str]] = field(default_factory=set)
+    """Components of ``also``, with the subject, that had their alert."""
+    consequences: set[tuple[str, str]] = field(default_factory=set)
+    """(kind, subject) of those that it has given."""
 
     @classmethod
     def of(cls, fault: Event) -> _Account:
@@ -94,21 +100,24 @@ class _Account:
 
     def takes(self, alert: Event) -> bool:
         """Accounts for an alert, if it may."""
-        kind = str(alert["kind"])
-        if kind.startswith(_CONSEQUENCES) and self.consequences[kind] < _MOST_OF_A_KIND:
-            self.consequences[kind] += 1
-            return True
-        of, component = parts(kind), kind.partition(".")[0]
-        if self.left and (of & self.main or self.names(str(alert["subject"]))):
+        kind, subject = str(alert["kind"]), str(alert["subject"])
+        if kind.startswith(_CONSEQUENCES):
+            fits = len(self.consequences) < _MOST_CONSEQUENCES and (kind, subject) not in self.consequences
+            if fits:
+                self.consequences.add((kind, subject))
+            return fits
+        of, one = parts(kind), (kind.partition(".")[0], subject)
+        if self.left and (of & self.main or self.names(subject)):
             self.left -= 1
             return True
-        if of & self.also and component not in self.others:
-            self.others.add(component)
+        if of & self.also and one not in self.others:
+            self.others.add(one)
             return True
         return False
 
     def names(self, subject: str) -> bool:
-        return subject in str(self.fault.get("target"))
+        """Whether its target has the subject as a word."""
+        return bool(subject) and subject in re.split(r"[\s,()/]+", str(self.fault.get("target")))
 
 
 def parts(kind: str) -> frozenset[Part]:
@@ -128,15 +137,16 @@ class Attribution:
 
 def attributed(alerts: Iterable[Event], faults: Iterable[Event]) -> Attribution:
     """``alerts``: the records of those that fired; ``faults``: those that happened. Of the faults that may account for
-    an alert it is one that names its subject, or the one whose time is over first, so that the others are left for
-    later alerts."""
+    an alert it is one that names its subject, or one of just this part, or the one whose time is over first, so that
+    the others are left for later alerts."""
     accounts = [_Account.of(fault) for fault in faults]
     pairs, left_over = list[tuple[Event, Event]](), list[Event]()
     alerts = sorted(alerts, key=lambda alert: float(alert["since"]))
     for alert in alerts:
         at = float(alert["since"])
         found = sorted((account for account in accounts if under_way(account.fault, at)), key=lambda account: (
-            not account.names(str(alert["subject"])), ended(account.fault)))
+            not account.names(str(alert["subject"])), not parts(str(alert["kind"])) & account.main,
+            ended(account.fault)))
         account = next((account for account in found if account.takes(alert)), None)
         if account is None:
             left_over.append(alert)
@@ -149,8 +159,8 @@ def attributed(alerts: Iterable[Event], faults: Iterable[Event]) -> Attribution:
 
 
 def _was_open(alert: Event, account: _Account) -> bool:
-    """Whether an alert about a part that a fault struck was open while the fault was under way: signs of one part that
-    does not work are one alert."""
+    """Whether an alert about a part that a fault struck was open when it was struck: signs of one part that does not
+    work are one alert."""
     over = float(alert.get("resolved_at") or math.inf)
-    return (bool(parts(str(alert["kind"])) & account.main) and float(alert["since"]) <= ended(account.fault)
-            + AFTER_S and over >= began(account.fault))
+    return (bool(parts(str(alert["kind"])) & account.main)
+            and float(alert["since"]) <= began(account.fault) + _FOUND_S and over >= began(account.fault))

@@ -47,6 +47,13 @@ _WHERE = ("--run_dir", "--job", "--cluster")
 """Settings that say where a job is, which a run on a cluster of its own says itself."""
 
 
+def _folder(text: str) -> Path:
+    """Refuses the empty name: of a variable that is not set, it would be the present folder."""
+    if not text.strip():
+        raise typer.BadParameter("the name of the folder is empty")
+    return Path(text)
+
+
 Seed = Annotated[int | None, typer.Option("--seed", min=0, show_default=False, help=(
     "Seed of the faults and of the job; else one is chosen, and printed."))]
 Minutes = Annotated[float, typer.Option("--minutes", min=0.0, max=_MOST_MINUTES, metavar="M", show_default=False, help=(
@@ -57,7 +64,7 @@ Faults = Annotated[int | None, typer.Option("--faults", min=0, max=_MOST_FAULTS,
     "Number of faults; else in proportion to the length, and 5 at most on a cluster that runs."))]
 MostFaults = Annotated[int | None, typer.Option("--faults", min=0, max=_MOST_FAULTS, metavar="N", show_default=False,
                                                 help="Of a cluster that runs, most faults in the run; else 5.")]
-Out = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", show_default=False, help=(
+Out = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", parser=_folder, show_default=False, help=(
     "Folder of the results; else a new one in RUN_DIR/chaos."))]
 Baseline = Annotated[bool | None, typer.Option("--baseline/--no-baseline", show_default=False, help=(
     "Whether the same job runs without faults first; else as the scenario says."))]

@@ -22,8 +22,11 @@ def requested(before: Engine, record: Engine) -> Engine:
     A runner that is told to leave, or is behind, may be in a pull and not know it. So it cannot take back what it has
     not seen: a record that the driver has set to SYNCING, since the router does not have the engine any more, is never
     READY again by the write of an engine that was READY all the time. An engine that has caught up is written as
-    SYNCING once more, and may then join the router (``EngineRunner``).
+    SYNCING once more, and may then join the router (``EngineRunner``). What is declared dead stays so, whatever else
+    ends it; what is quarantined may die.
     """
+    if before.state is EngineState.DEAD:
+        return before
     if record.state.ended:
         return record
     if before.state.ended:

@@ -165,8 +165,8 @@ def _all(by_engine: Mapping[str, Sequence[float]]) -> list[float]:
 
 def _fault(record: Record) -> Record:
     out = {k: record.get(k) for k in
-           ("name", "step", "target", "injected_at", "detected_at", "healed_at", "witness", "problem", "said",
-            "meanwhile")}
+           ("name", "step", "target", "injected_at", "detected_at", "healed_at", "may_go_unnoticed", "witness",
+            "problem", "said", "meanwhile")}
     start = record.get("injected_at")
     for name, end in (("detect_s", record.get("detected_at")), ("heal_s", record.get("healed_at"))):
         out[name] = end - start if start is not None and end is not None else None

@@ -70,8 +70,9 @@ def test_engine_that_was_declared_dead_is_never_written_alive_again(written: Wri
         with pytest.raises(Fenced, match="declared dead meanwhile: its process is stopped"):
             act()
     assert written.now() == dead
-    ended = written.of_runner.replace(state=EngineState.DEAD, reason="its server ended")
-    assert written.record.write(ended) == written.now() == ended, "the runner says why it ended"
+    for end in (EngineState.DEAD, EngineState.QUARANTINED):
+        assert written.record.write(written.of_runner.replace(state=end, reason="its server ended")) == dead
+    assert written.now() == dead, "it stays as the leader has said"
 
 
 def test_record_that_was_deleted_in_an_outage_is_not_made_again_after_it(

@@ -61,13 +61,15 @@ def test_fault_that_takes_others_with_it_gives_one_alert_of_each() -> None:
     raylet = fault("raylet_killed")
     alerts = [alert(f"{name}.dead", name) for name in ("actor", "rollout", "advantages", "trainer", "engine")]
     assert left_over(alerts, raylet) == []
-    assert left_over([*alerts, alert("actor.dead", "again", 12.0)], raylet) == ["again"]
+    assert left_over([*alerts, alert("engine.dead", "e2")], raylet) == [], "each engine of the host"
+    assert left_over([*alerts, alert("actor.dead", "actor", 12.0)], raylet) == ["actor"]
     assert left_over(alerts, fault("gcs_killed")) == ["actor", "rollout", "advantages", "trainer", "engine"]
 
 
 def test_alerts_of_how_long_a_fault_lasts_are_no_faults_and_no_storm() -> None:
     waits = [alert("run.waiting", str(n)) for n in range(5)]
     assert left_over(waits[:4], fault("dcs_killed")) == [] and left_over(waits, fault("dcs_killed")) == ["4"]
+    assert left_over([alert("pool.short", "p"), alert("pool.short", "p", 12.0)], fault("dcs_killed")) == ["p"]
 
 
 def test_killed_part_of_which_no_alert_tells_is_found() -> None:
@@ -80,6 +82,18 @@ def test_killed_part_of_which_no_alert_tells_is_found() -> None:
     assert untold(witness="pid 1 was stopped for 12 s") == 0, "what comes back may go unnoticed"
     assert untold(witness="pid 1 exited with code 0 in the middle of its work") == 1
     assert untold(name="host_agent_killed") == 0, "it is replaced before anything depends on it"
+    stopped = {**fault("trainer_rank_stopped", witness="pid 1 was sent SIGSTOP"), "may_go_unnoticed": False}
+    assert len(attributed([], [stopped]).untold) == 1
+
+
+def test_product_that_misses_every_second_fault_is_found() -> None:
+    faults = [fault("engine_killed", 25.0 * n, 25.0 * n + 20.0, target=f"e{n}") for n in range(12)]
+    alerts = [alert("engine.dead", f"e{n}", 25.0 * n + 1.0, 25.0 * n + 20.0) for n in range(1, 12, 2)]
+    assert [f["target"] for f in attributed(alerts, faults).untold] == [f"e{n}" for n in range(0, 12, 2)]
+
+
+def test_alert_without_a_subject_is_of_no_target() -> None:
+    assert left_over([alert("dcs.dead", "")], fault("engine_killed", target="e1")) == [""]
 
 
 NAMES = st.sampled_from(sorted(FAULTS))

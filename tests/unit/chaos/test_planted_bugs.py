@@ -23,7 +23,7 @@ MOST_SEEDS = 600
 
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
 def test_planted_bug_is_caught(bug: Planted) -> None:
-    assert bug.caught(MOST_SEEDS) is not None, f"{bug.rule}: {bug.what}, and nothing finds it"
+    assert bug.caught(0) is not None, f"{bug.rule}: {bug.what}, and the run of seed {bug.seed} does not find it"
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -15,7 +15,7 @@ import pytest
 from support.waiting import wait_until
 
 from elastic_rl import config
-from elastic_rl.errors import DeadlineExceeded, EtcdUnavailable
+from elastic_rl.errors import DeadlineExceeded, EtcdUnavailable, Fenced
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults import stale, storage
 from elastic_rl.faults.context import FaultContext, InjectionEnded
@@ -93,6 +93,7 @@ def test_damage_is_of_so_many_chunks_and_kills_two_processes(
     for n in range(chunks):
         (tmp_path / "ab" / f"c{n}").write_bytes(b"12345678")
     monkeypatch.setattr(storage, "_node", lambda of: node.pid)
+    monkeypatch.setattr(storage, "_records", lambda of: [])
     monkeypatch.setattr(ChunksDamaged, "_folder", staticmethod(lambda pid: tmp_path))
     monkeypatch.setattr(storage, "reads", SimpleNamespace(head=lambda etcd, keys, stream: None))
     _, witness = ChunksDamaged(context, torn=True).inject()
@@ -200,13 +201,23 @@ def test_coordinator_is_back_when_there_are_as_many_as_before(context: Context, 
     assert fault.is_back()
 
 
-def test_zombie_that_nobody_has_replaced_was_none(context: Context, start: Start, monkeypatch: pytest.MonkeyPatch
-                                                  ) -> None:
+@pytest.mark.parametrize("refused", [True, False])
+def test_zombie_driver_is_one_whose_write_is_refused(refused: bool, context: Context, start: Start,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     driver = start()
+
+    def require() -> None:
+        if refused:
+            raise Fenced("driver 3 is over")
+
     monkeypatch.setattr(Context, "members", lambda self, role: [SimpleNamespace(pid=driver.pid)])
-    monkeypatch.setattr(stale, "fencing", SimpleNamespace(current_driver=lambda *_: 3, current_epoch=lambda *_: 1))
-    monkeypatch.setattr(stale, "FencedWriter", SimpleNamespace(
-        of_driver=lambda *_: SimpleNamespace(require=lambda: None)))
-    fault = stale.ZombieDriver(cast("Any", context), 0.01)
-    assert fault.inject()[1] == "" and fault.may_go_unnoticed
+    monkeypatch.setattr(stale, "fencing", SimpleNamespace(
+        current_driver=lambda *_: 3, current_epoch=lambda *_: 1, begin_driver=lambda *_: 4))
+    monkeypatch.setattr(stale, "FencedWriter", SimpleNamespace(of_driver=lambda *_: SimpleNamespace(require=require)))
+    fault = stale.ZombieDriver(cast("Any", context))
+    if refused:
+        assert "generation 4 began; a write under its generation was refused" in fault.inject()[1]
+    else:
+        with pytest.raises(stale.FencingBroken, match="was accepted"):
+            fault.inject()
     wait_until(lambda: psutil.Process(driver.pid).status() != psutil.STATUS_STOPPED, what="the driver to go on")
