@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from chaos_tests.faults.catalogue import FAULTS, Need, Part
-from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable
+from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.processes import PARTS
@@ -115,8 +115,9 @@ class _UnderWay:
 class _Guarded:
     """A fault that checks the blast radius in the moment in which it is to be injected."""
 
-    def __init__(self, fault: Fault, name: str, under_way: _UnderWay) -> None:
+    def __init__(self, fault: Fault, name: str, under_way: _UnderWay, context: FaultContext) -> None:
         self._fault, self._under_way, self.name, self._named = fault, under_way, fault.name, name
+        self._context = context
 
     @property
     def said(self) -> str:
@@ -134,8 +135,9 @@ class _Guarded:
         self._under_way.begin(id(self), self._named)
         try:
             return self._fault.inject()
-        except EtcdUnavailable:  # it may be begun again
-            self._under_way.end(id(self))
+        except BaseException:
+            if not self._context.struck:  # nothing is lost; it may be begun again
+                self._under_way.end(id(self))
             raise
 
     def detected(self) -> bool:
@@ -150,4 +152,4 @@ class _Guarded:
 def guarded(radius: BlastRadius, context: FaultContext) -> Callable[[str, Fault], Fault]:
     """For ``catalogue.plan_of``: faults that are injected only while they are within the radius."""
     under_way = _UnderWay(radius, lambda: replicas_of(context))
-    return lambda name, fault: _Guarded(fault, name, under_way)
+    return lambda name, fault: _Guarded(fault, name, under_way, context)

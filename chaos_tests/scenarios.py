@@ -122,7 +122,7 @@ _SMALL: Mapping[str, Any] = {
     "train.updates_per_step": 1, "train.eval_every_steps": 1000, "sft.max_steps": 0, "data.options.operand_below": 30,
     "trainer.tensor_parallel": 1, "trainer.data_parallel": 1, "coordinator.replicas": 2}
 """A job that a machine of two cores trains while its parts are killed: half a second a step."""
-_STRUCK = {name: entry.part.value for name, entry in FAULTS.items()}
+_STRUCK = {name: entry.parts for name, entry in FAULTS.items()}
 _EVERY = weights(frozenset({Need.OUTSIDE, Need.PTRACE, Need.DISK}))
 _ANY_SCHEDULE = ("engine_killed", "trainer_rank_killed", "trainer_rank_stopped", "rollout_killed", "advantages_killed",
                  "driver_killed", "coordinator_killed", "dcs_killed")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -117,13 +117,13 @@ def _words(value: Any) -> tuple[str, ...]:
 
 
 def drawn(seed: int, steps: int, faults: int, catalogue: Mapping[str, float], *, together: float = 0.25,
-          before: int = 2, apart: int = 4, after: int = 6, struck: Mapping[str, str] = MappingProxyType({})
+          before: int = 2, apart: int = 4, after: int = 6, struck: Mapping[str, Set[str]] = MappingProxyType({})
           ) -> Schedule:
     """A schedule with this many faults. ``catalogue``: the faults by name, each with its weight. ``together``: share of
     the strikes that have two faults. ``before``, ``after``: steps at the begin and at the end without a strike.
     ``apart``: steps from one strike to the next one, at least: a recovery is over when further steps were done.
-    ``struck``: what each fault strikes; two faults of the same are not in one strike, since one may leave the other
-    nothing to strike.
+    ``struck``: what each fault strikes; two faults that strike the same are not in one strike, since one may leave the
+    other nothing to strike.
 
     Each fault of the catalogue comes once before any comes again, as long as there are enough. Raises ValueError for
     numbers that do not fit."""
@@ -138,7 +138,7 @@ def drawn(seed: int, steps: int, faults: int, catalogue: Mapping[str, float], *,
     groups = list[tuple[str, ...]]()
     while order:
         one = order.pop(0)
-        others = (n for n in order if n != one and struck.get(n, n) != struck.get(one, one))
+        others = (n for n in order if n != one and struck.get(n, {n}).isdisjoint(struck.get(one, {one})))
         other = next(others, None) if choose.random() < together else None
         if other is not None:
             order.remove(other)
@@ -153,7 +153,7 @@ def drawn(seed: int, steps: int, faults: int, catalogue: Mapping[str, float], *,
 
 def drawn_by_time(seed: int, minutes: float, faults: int, catalogue: Mapping[str, float], *, together: float = 0.25,
                   before_s: int = 20, apart_s: int = 10, after_s: int = 60,
-                  struck: Mapping[str, str] = MappingProxyType({})) -> Schedule:
+                  struck: Mapping[str, Set[str]] = MappingProxyType({})) -> Schedule:
     """As ``drawn``, of a run of so many minutes, with whole seconds in the place of steps."""
     found = drawn(seed, int(minutes * 60), faults, catalogue, together=together, before=before_s, apart=apart_s,
                   after=after_s, struck=struck)

@@ -96,7 +96,7 @@ def _decoded(kind: type[R], raw: bytes) -> R:
     return kind.decode(raw)
 
 
-class Violation(Exception):
+class Violation(AssertionError):
     """A rule was broken."""
 
 

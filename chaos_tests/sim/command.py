@@ -26,7 +26,8 @@ _WIDTH = 140
 def run_worlds(worlds: Sequence[str], seeds: range, minutes: float, say: Callable[[str], None], *, jobs: int = 1,
                coverage: bool = False) -> int:
     """Runs each world with each seed, in so many processes, and begins no further run after so many minutes. Returns
-    how many broke a rule. ``coverage``: says how often each kind of thing happened. Raises WorkerDied."""
+    how many broke a rule, and of worlds that have not run at all. ``coverage``: says how often each kind of thing
+    happened. Raises WorkerDied."""
     began = time.monotonic()
     each = max(1, min(_TASK_SEEDS, len(seeds) // (4 * jobs)))
     # All worlds in turn, so that each has had as many runs where the time is over.
@@ -51,7 +52,10 @@ def run_worlds(worlds: Sequence[str], seeds: range, minutes: float, say: Callabl
         f"{sum(whole.runs for whole in played.values())} runs, "
         f"{sum(whole.counts[STEPS] for whole in played.values())} steps, {broken} violations, "
         f"{time.monotonic() - began:.0f} s, {min(jobs, len(tasks))} processes")
-    return broken
+    idle = [name for name in worlds if not played[name].runs]
+    if idle:
+        say(f"no run of {', '.join(idle)} was begun in time, which proves nothing")
+    return broken + len(idle)
 
 
 def _say_world(name: str, whole: Played, seeds: int, seconds: float, say: Callable[[str], None]) -> None:

@@ -85,7 +85,7 @@ class Planted:
         """How the run of a seed breaks a rule; "" where it does not."""
         if self.by is Check.WORLD:
             found = next(failures([self.world], [seed]))
-            return found.why if found is not None else ""
+            return found.why if found is not None and found.of_a_rule else ""
         verdict = next((v for v in violated(self.world, seed) if v.rule == self.rule), None)
         return str(verdict.violations[0]) if verdict is not None else ""
 

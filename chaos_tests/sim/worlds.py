@@ -102,6 +102,8 @@ class Failure:
     world: str
     seed: int
     why: str
+    of_a_rule: bool = True
+    """Whether a rule of the world was broken; else the product itself has failed."""
 
     def __str__(self) -> str:
         return f"{self.world}, seed {self.seed}: {self.why}"
@@ -135,7 +137,7 @@ def play(name: str, seeds: Iterable[int], *, until_s: float = float("inf")) -> P
         try:
             found = WORLDS[name].run(seed)
         except Exception as e:  # a planted or real bug may raise anything
-            played.failures.append(Failure(name, seed, f"{type(e).__name__}: {e}"))
+            played.failures.append(Failure(name, seed, f"{type(e).__name__}: {e}", isinstance(e, AssertionError)))
         else:
             if isinstance(found, Counted):
                 played.counts.update(found.counts)

@@ -245,20 +245,20 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
 
 # -- without real parts ------------------------------------------------------------------------------------------------
 @app.command("sim")
-def sim(seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each world.")] = 200,
-        first: Annotated[int, typer.Option("--first", min=0, help="The first seed.")] = 0,
+def sim(seeds: Annotated[int, typer.Option("--seeds", min=1, max=_MOST_STEPS, help="Runs of each world.")] = 200,
+        first: Annotated[int, typer.Option("--first", min=0, max=1 << 60, help="The first seed.")] = 0,
         worlds: Annotated[list[str] | None, typer.Option("--worlds", metavar="NAME", show_default=False, help=(
             "Only this world; may be repeated."))] = None,
         minutes: Annotated[float, typer.Option("--minutes", min=0.0, help="Begin no further run after so long.")
                            ] = float("inf"),
-        jobs: Annotated[int, typer.Option("--jobs", min=0, help="Processes; 0: one for each core.")] = 0,
+        jobs: Annotated[int, typer.Option("--jobs", min=0, max=1000, help="Processes; 0: one for each core.")] = 0,
         coverage: Annotated[bool, typer.Option("--coverage", help=(
             "Say how often each kind of fault, step and branch of a world happened, and what never did."))] = False,
         ) -> None:
-    """Run simulated worlds with many seeds; code 1 where a rule is broken."""
+    """Run simulated worlds with many seeds; code 1 where a rule is broken, or a world has not run at all."""
     from chaos_tests.sim import command, workers
     from chaos_tests.sim.worlds import WORLDS
-    names = worlds or [*WORLDS]
+    names = [*dict.fromkeys(worlds or WORLDS)]
     if unknown := [name for name in names if name not in WORLDS]:
         raise ConfigError(f"there are no worlds {', '.join(unknown)}", hint=f"known: {', '.join(WORLDS)}")
     logging.disable()  # what the product logs in worlds that fail is expected

@@ -9,12 +9,12 @@ import psutil
 
 from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.coordinator.client.admin_client import RequestRefused
-from elastic_rl.coordinator.election.protocol import leading
+from elastic_rl.coordinator.election.protocol import ElectionProtocol, leading
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable, Fenced
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import ClusterKeys
-from elastic_rl.etcd.transaction import Compare, Op
+from elastic_rl.etcd.transaction import Op
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, stopped
 from elastic_rl.faults.kinds import Killed
 from elastic_rl.runtime.process import runs
@@ -47,8 +47,9 @@ class StaleLeader(Killed):
         with stopped(self.context, psutil.Process(leader.pid)):
             wait_until(lambda: (now := answered(self.context.leader)) is not None and now.pid != leader.pid,
                        timeout_s=INJECT_TIMEOUT_S, what="another leader", poll_s=0.05)
-        token = [Compare.create(candidate.key, "==", candidate.create_revision)]
-        writer = FencedWriter(etcd, keys, lambda: token, f"term {candidate.create_revision} of {leader.replica}")
+        protocol = ElectionProtocol(candidate.key, 1.0, lambda: True)  # as the one that is stopped has it
+        protocol.revision = candidate.create_revision
+        writer = FencedWriter(etcd, keys, lambda: [protocol.guard], f"term {protocol.revision} of {leader.replica}")
         try:
             answered(lambda: writer.write(Op.put(f"{keys.root}chaos/stale", b"{}")))
         except Fenced as e:

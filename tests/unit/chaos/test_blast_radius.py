@@ -10,7 +10,7 @@ import pytest
 from chaos_tests import blast_radius
 from chaos_tests.blast_radius import BlastRadius, OutOfRadius, guarded, parts, replicas_of
 from chaos_tests.faults.catalogue import FAULTS, Need, Part
-from elastic_rl.errors import ConfigError
+from elastic_rl.errors import ConfigError, EtcdUnavailable
 from elastic_rl.etcd.keys import Keys
 
 PLENTY = dict.fromkeys(Part, 3)
@@ -57,7 +57,7 @@ def test_fault_is_not_injected_once_it_would_take_the_last_replica(monkeypatch: 
         def healed(self) -> bool:
             return True
 
-    replicas, fault, context = {Part.ENGINES: 2}, Fault(), SimpleNamespace()
+    replicas, fault, context = {Part.ENGINES: 2}, Fault(), SimpleNamespace(struck=[])
     monkeypatch.setattr(blast_radius, "replicas_of", lambda of: replicas if of is context else pytest.fail("another"))
     made: Any = guarded(BlastRadius(), context)("engine_killed", fault)  # type: ignore[arg-type]
     assert made.inject() == ("e", "seen") and made.detected() and made.healed() and made.name == "engine_killed"
@@ -121,7 +121,7 @@ class Wound:
 def test_faults_that_are_under_way_do_not_count_on_the_same_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     replicas = {Part.ENGINES: 3}
     monkeypatch.setattr(blast_radius, "replicas_of", lambda of: replicas)
-    guard = guarded(BlastRadius(at_once=3), cast("Any", None))
+    guard = guarded(BlastRadius(at_once=3), cast("Any", SimpleNamespace(struck=[])))
     wounds = [Wound("engine_killed") for _ in range(3)]
     first, second, third = (guard("engine_killed", cast("Any", wound)) for wound in wounds)
     first.inject()  # of which the records say nothing yet
@@ -132,3 +132,24 @@ def test_faults_that_are_under_way_do_not_count_on_the_same_replica(monkeypatch:
     assert first.healed() and second.healed()
     third.inject()
     assert [wound.injected for wound in wounds] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("struck", [True, False])
+def test_fault_that_fails_gives_its_place_back_unless_it_has_struck(struck: bool, monkeypatch: pytest.MonkeyPatch
+                                                                    ) -> None:
+    """An etcd that is away after the strike makes the injector wait, and nothing of the victim is back."""
+    class Failing(Wound):
+        def inject(self) -> tuple[str, str]:
+            raise EtcdUnavailable("no member answers")
+
+    monkeypatch.setattr(blast_radius, "replicas_of", lambda of: {Part.ENGINES: 2})
+    context: Any = SimpleNamespace(struck=[(1.0, "pid 1 was sent SIGKILL")] if struck else [])
+    guard = guarded(BlastRadius(at_once=3), context)
+    with pytest.raises(EtcdUnavailable):
+        guard("engine_killed", cast("Any", Failing("engine_killed"))).inject()
+    following = guard("engine_killed", cast("Any", Wound("engine_killed")))
+    if struck:
+        with pytest.raises(OutOfRadius, match="the last one is not to be struck"):
+            following.inject()
+    else:
+        following.inject()

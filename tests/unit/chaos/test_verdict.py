@@ -168,6 +168,7 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
             "value": json.dumps({"state": "committed", "manifest": "x", "number": 4}), "revision": 9999}), "run I2 I3"),
     (write((KEYS.version("policy", 3), {"state": "staging", "epoch": 1, "number": 3})), "I3"),
     (write((KEYS.version("policy", STEPS + 2), {"state": "gone", "epoch": 1, "number": STEPS + 2})), "I3"),
+    (lambda r: r.insert(1, operation("c", "head", None, 1.0, 2.0, 3) | {"model": "catalog"}), "I3"),
     # I4
     (step(1, logprob_diff_max=0.1), "I4"),
     (step(1, logprob_diff_max=float("nan")), "I4"),
@@ -200,6 +201,8 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     (fault(detected_at=0.5), "I10"),
     (fault(detected_at=None, healed_at=None, may_go_unnoticed=True), "I10"),
     (both(fault(healed_at=None)), "I10"),
+    (lambda r: r.insert(1, operation("c", "create", None, 1.0, 2.0, "a") | {"model": "created"}) or r.insert(
+        2, operation("d", "create", None, 3.0, 4.0, "b") | {"model": "created"}), "I10"),
     (both(write((KEYS.operation("p"), {"id": "p", "state": "running"})), later(RECOVERY_S * 2)), "I10"),
     # I11
     (report(steps=STEPS - 1), "I11"),
