@@ -112,12 +112,12 @@ class IsolatedHosts:
     def _start(self, name: str, own: Path | None, hidden: Path | None) -> psutil.Process:
         folders = (str(own), str(hidden)) if own is not None and hidden is not None else ("", "")
         log = self._logs / f"{name}.log"
-        processes.spawn(
+        begun = processes.spawn(
             ["unshare", *_NAMESPACES, "--fork", "--kill-child", "--mount-proc", "sh", "-ec", _SET_UP, "sh", name,
              *folders], log=log, env={MARK: self._mark(name)}, service=self._outlive, cwd=Path("/"))
         try:
             return wait_until(lambda: self.init(name), timeout_s=_START_S, what=f"host {name}",
-                              alive=lambda: bool(self._marked(name)))
+                              alive=lambda: begun.poll() is None or bool(self._marked(name)))
         except DeadlineExceeded as e:
             said = tail(log).strip().splitlines()
             self.power_off(name)
