@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import IO, Any
 
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
-from elastic_rl.errors import ConfigError, ElasticRLError
+from elastic_rl.errors import ConfigError, DeadlineExceeded, ElasticRLError
 from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.records import Severity
-from elastic_rl.faults.undo import FILE, Undone, undo_all
+from elastic_rl.faults.undo import FILE, Undone, UndoRegistry, undo_all
 from elastic_rl.host import file_lock
 from elastic_rl.runtime.files import require_own_folder
+from elastic_rl.runtime.waiting import wait_until
 
 log = logging.getLogger(__name__)
 
 ABORT_FILE, LOCK_FILE = "abort", "runner.lock"
+_REACTS_S = 60.0
+"""Time for a run that is told to end to undo what it did."""
 _AFTERWARDS_S = 60.0
 """An alert that begins so soon after the recovery from a fault is of that fault."""
 
@@ -96,12 +99,24 @@ def is_running(folder: Path) -> bool:
 
 
 def abort(folder: Path) -> Undone | None:
-    """Has the run in a folder end: its process does the rest, and this returns None. Where that is gone, it undoes what
-    faults have left, and returns what it did. Raises ConfigError for a folder without a run."""
+    """Has the run in a folder end, and returns None once its process has undone what faults have stopped. Where that is
+    gone, this undoes what they have left, and returns what it did. Raises ConfigError for a folder without a run, and
+    DeadlineExceeded for one whose process does not react."""
     if not (folder / LOCK_FILE).exists():
         raise ConfigError(f"no chaos run was in {folder}", hint="name the folder that `elastic-rl chaos run` has said")
     if is_running(folder):
         _opened(folder / ABORT_FILE, os.O_WRONLY | os.O_CREAT).close()
+        registry = UndoRegistry(folder)
+        try:
+            wait_until(lambda: not registry.pending() or not is_running(folder), timeout_s=_REACTS_S,
+                       what="the undo of what the run has done", poll_s=0.2)
+        except DeadlineExceeded as e:
+            raise DeadlineExceeded(
+                f"the process of the run in {folder} has not undone what its faults did in {_REACTS_S:g} s: it is "
+                "stopped, or hangs", hint="kill -9 that `chaos run`, and say `chaos abort` again, which undoes it then"
+            ) from e
+        if registry.pending():
+            return undo_all(folder)
         return None
     return undo_all(folder)
 

@@ -16,10 +16,10 @@ from support.waiting import wait_until
 
 from chaos_tests import abort
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
-from elastic_rl.errors import ConfigError, PreflightFailed
+from elastic_rl.errors import ConfigError, DeadlineExceeded, PreflightFailed
 from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.records import Severity
-from elastic_rl.faults.undo import Undo, Undone, UndoRegistry
+from elastic_rl.faults.undo import Undo, Undone, UndoRegistry, undo_all
 
 FAULT: dict[str, Any] = {"name": "engine_killed", "witness": "seen", "problem": "", "injected_at": 100.0,
                          "detected_at": 101.0, "healed_at": 110.0}
@@ -113,6 +113,20 @@ def test_what_a_killed_run_has_stopped_goes_on_by_the_next_command(tmp_path: Pat
     assert list(done) == [str(folder)] and str(sleeper.pid) in done[str(folder)].done[0]
     wait_until(lambda: not is_stopped(sleeper), what="the process to go on")
     assert abort.abort(folder) == Undone(), "there is nothing left to undo"
+
+
+def test_abort_of_a_run_that_does_not_react_says_so(
+        tmp_path: Path, sleeper: psutil.Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is stopped: what its fault has stopped stays so."""
+    monkeypatch.setattr(abort, "_REACTS_S", 0.3)
+    with abort.running(tmp_path) as switch:
+        registry = UndoRegistry(tmp_path)
+        registry.note(Undo.CONTINUE, sleeper.pid)
+        with pytest.raises(DeadlineExceeded, match="is stopped, or hangs"):
+            abort.abort(tmp_path)
+        assert switch.why and registry.pending(), "it undoes it when it goes on"
+        undo_all(tmp_path)
+        assert abort.abort(tmp_path) is None
 
 
 def test_folder_of_a_run_is_private_and_a_link_or_fifo_in_it_is_neither_followed_nor_waited_for(tmp_path: Path) -> None:
