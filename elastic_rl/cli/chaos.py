@@ -44,7 +44,11 @@ _OF_TARGETS = ("only", "at_once", "allow_last", "yes", "recovery_minutes")
 """Options of a run against a cluster that runs."""
 _WIDER = "--only names the parts that may be struck, --allow-last allows the last replica of one"
 _WHERE = ("--run_dir", "--job", "--cluster")
-"""Settings that say where a job is, which a run on a cluster of its own says itself."""
+"""Settings that say where a job is."""
+_OF_ITS_OWN = {**dict.fromkeys(_WHERE, "it says itself where it is"), "--seed": "the schedule has its seed",
+               "--train.steps": "the schedule has its length: give --steps or --minutes",
+               "--alerts.urls": "it receives the alerts itself, and judges them"}
+"""Settings that are not for a run on a cluster of its own, and why."""
 
 
 def _folder(text: str) -> Path:
@@ -348,8 +352,10 @@ def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, baseline: 
     from chaos_tests import blast_radius, runner
     from chaos_tests.faults.catalogue import met
     from chaos_tests.target import own_config
-    if elsewhere := [word for word in schedule.settings if word.partition("=")[0] in _WHERE]:
-        raise ConfigError(f"{', '.join(elsewhere)}: a cluster of its own says itself where it is", hint="leave it out")
+    for word in schedule.settings:
+        if (name := word.partition("=")[0]) in _OF_ITS_OWN:
+            raise ConfigError(f"{word}: a run on a cluster of its own takes no {name}: {_OF_ITS_OWN[name]}",
+                              hint="leave it out")
     has = met(own_config(Path(), runner.scenario_of(schedule).settings, schedule.settings, seed=schedule.seed))
     if unmet := {name: why for strike in schedule.strikes for name in strike.faults
                  if (why := blast_radius.unmet(name, has))}:

@@ -267,12 +267,15 @@ def test_faults_that_are_not_possible_on_this_machine_are_refused_before_anythin
     assert not [name for s in drawn.strikes for name in s.faults if Need.PTRACE in FAULTS[name].needs]
 
 
-def test_schedule_that_says_where_its_cluster_is_is_refused(runs: list[dict[str, Any]], tmp_path: Path,
-                                                            capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("setting", [
+    "--run_dir=/etc", "--cluster=prod", "--seed=5", "--train.steps=5", "--alerts.urls=[]"])
+def test_setting_that_the_run_has_itself_is_refused(setting: str, runs: list[dict[str, Any]], tmp_path: Path,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "s.json"
-    file.write_text(replace(SCHEDULE, settings=("--run_dir=/etc", "--cluster=prod")).to_json())
+    file.write_text(replace(SCHEDULE, settings=("--train.lr=0.5", setting)).to_json())
     assert run("replay", str(file)) == Exit.USAGE and not runs
-    assert "--run_dir=/etc, --cluster=prod: a cluster of its own says itself" in capsys.readouterr().err
+    name = setting.partition("=")[0]
+    assert f"{setting}: a run on a cluster of its own takes no {name}" in capsys.readouterr().err
 
 
 FIRST = {"at": 1.0, "kind": "run", "form": FORM, "scenario": "quick", "seed": 1, "settings": {}, "schedule": {}}
@@ -318,7 +321,7 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_secrets_of_the_command_line_are_in_no_file_of_the_results_and_are_asked_for_again(
         tmp_path: Path, runs: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    schedule = replace(SCHEDULE, settings=('--alerts.urls=["json://T0KEN@h"]', "--train.lr=0.5"))
+    schedule = replace(SCHEDULE, settings=("--data.options.api_key=T0KEN", "--train.lr=0.5"))
     folder = tmp_path / "r"
     with abort.running(folder):
         runner._prepare(schedule, folder)
@@ -331,10 +334,10 @@ def test_secrets_of_the_command_line_are_in_no_file_of_the_results_and_are_asked
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, file.name
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert run("replay", str(folder), f"--out={tmp_path / 'again'}") == Exit.USAGE and not runs
-    assert "does not have the values of --alerts.urls" in capsys.readouterr().err
+    assert "does not have the values of --data.options.api_key" in capsys.readouterr().err
     assert run("shrink", str(folder), f"--out={tmp_path / 'small'}") == Exit.USAGE and not runs
-    assert run("replay", str(folder), f"--out={tmp_path / 'again'}", "--alerts.urls=[json://T0KEN@h]") == Exit.FAILED
-    assert runs[0]["schedule"].settings == ("--train.lr=0.5", "--alerts.urls=[json://T0KEN@h]")
+    assert run("replay", str(folder), f"--out={tmp_path / 'again'}", "--data.options.api_key=T0KEN") == Exit.FAILED
+    assert runs[0]["schedule"].settings == ("--train.lr=0.5", "--data.options.api_key=T0KEN")
 
 
 def test_line_that_strikes_a_job_again_is_whole(attached: list[runner.Limits], tmp_path: Path,
