@@ -66,7 +66,7 @@ def test_stale_leader_writes_are_refused_when_leaders_are_killed_and_frozen(
             clients.more(10)
             assert frozen(replicas.running[second])
             replicas.kill(second, signal.SIGCONT)
-            late_writes = [p.result(timeout=25) for p in pending]
+            late_writes = [p.result(timeout=300) for p in pending]
         wait_until(lambda: etcd.get(ClusterKeys(keys.job).leader(second)), what="its next candidacy")
         clients.more(10)
     finally:

@@ -88,7 +88,7 @@ def test_killed_publishers_never_show_incomplete_versions_and_leave_nothing(
     assert zombie.stdout is not None and zombie.stdout.readline()
     raised = raise_epoch(etcd, keys, "second", recorder)
     before = {v.number for v in versions(etcd, keys) if v.state is VersionState.COMMITTED}
-    assert zombie.wait(timeout=20) == FENCED_EXIT
+    assert zombie.wait(timeout=300) == FENCED_EXIT
     zombie.stdout.close()
     assert {v.number for v in versions(etcd, keys) if v.state is VersionState.COMMITTED} <= before
     successor = publisher(etcd_servers, keys, raised, histories)
