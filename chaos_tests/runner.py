@@ -55,7 +55,7 @@ SCHEDULE = "schedule.json"
 _BEFORE_A_RUN = (abort.ABORT_FILE, abort.LOCK_FILE, SCHEDULE)
 """What may be in the folder of a run before it begins."""
 _MOST_BYTES = 16 << 20
-"""Of a schedule: it may have been sent."""
+"""Largest file of a schedule that is read: somebody may have sent it."""
 _POLL_S = 1.0
 _SAMPLE_S = 10.0
 _EVENTS_READ = 500
@@ -68,7 +68,8 @@ _LATE = 3.0
 """A run by time ends when its minutes are over and each of its faults has had its turn, and after so many times its
 minutes in any case."""
 _LAST_KEY = "zz-end"
-"""Of the job, written when a run ends: what watches the job and has its change has all that was before."""
+"""A key of the job that is written when a run ends: a watch of the job that has delivered its change has delivered all
+that was before."""
 _BY_TIME_STEPS = 1_000_000
 """Steps of a job that is run by time: it is stopped before."""
 _PACKAGES = ("elastic-rl", "ray", "sglang", "torch", "megatron-core", "etcd3")

@@ -26,7 +26,7 @@ class _Outage:
 
     name = ""
     may_go_unnoticed = True
-    """It may go on so soon that there is nothing to say."""
+    """An outage may be over before the run says that it waits."""
     part = ""
     """What the run is to say that it waits for; "": whatever it says."""
 
