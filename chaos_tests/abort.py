@@ -30,7 +30,7 @@ _AFTERWARDS_S = 60.0
 
 
 class AbortSwitch:
-    """Of a run that goes on. The first reason counts."""
+    """The switch that ends a run early, for a reason of this process or by ``chaos abort``. The first reason counts."""
 
     def __init__(self, folder: Path) -> None:
         self._file, self._requested, self._lock = folder / ABORT_FILE, threading.Event(), threading.Lock()

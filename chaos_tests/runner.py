@@ -55,7 +55,7 @@ SCHEDULE = "schedule.json"
 _BEFORE_A_RUN = (abort.ABORT_FILE, abort.LOCK_FILE, SCHEDULE)
 """What may be in the folder of a run before it begins."""
 _MOST_BYTES = 16 << 20
-"""Of a schedule: it may have been sent."""
+"""Largest file of a schedule that is read: somebody may have sent it."""
 _POLL_S = 1.0
 _SAMPLE_S = 10.0
 _EVENTS_READ = 500
@@ -64,11 +64,9 @@ _ALERTS_END_S = 60.0
 """Time for the alerts of faults that are over to end too: each has a hold of its own."""
 _END_S = 30.0
 """Longest wait for what is under way once a run is to end."""
-_LATE = 3.0
-"""A run by time ends when its minutes are over and each of its faults has had its turn, and after so many times its
-minutes in any case."""
 _LAST_KEY = "zz-end"
-"""Of the job, written when a run ends: what watches the job and has its change has all that was before."""
+"""A key of the job that is written when a run ends: a watch of the job that has delivered its change has delivered all
+that was before."""
 _BY_TIME_STEPS = 1_000_000
 """Steps of a job that is run by time: it is stopped before."""
 _PACKAGES = ("elastic-rl", "ray", "sglang", "torch", "megatron-core", "etcd3")
@@ -85,6 +83,9 @@ class Limits:
     """Strikes that may be under way at once."""
     recovery_s: float = 900.0
     """A fault from which the job has not recovered after so long is given up."""
+    late: float = 3.0
+    """A run by time ends when its minutes are over and each of its faults has had its turn, and after so many times its
+    minutes in any case."""
     aborts_itself: bool = False
     """Whether a run ends early for a reason of ``abort.reason``. On a cluster of its own that is a finding."""
     arguments: Sequence[str] = ()
@@ -354,7 +355,7 @@ class _Play:
                 self._aborts.request(f"no step was made for {self._limits.recovery_s:g} s, and no fault is under way")
             if self._schedule.by_time and began_s is not None:
                 played = not injector.is_alive()
-                if time.monotonic() > began_s + length_s * (1.0 if played else _LATE):
+                if time.monotonic() > began_s + length_s * (1.0 if played else self._limits.late):
                     return
             self._aborts.wait(_POLL_S)
 

@@ -42,21 +42,21 @@ class Scenario:
     name: str
     what: str
     settings: Mapping[str, Any]
-    """Of the job, as ``--key.sub=value``."""
+    """Settings of the job, as ``--key.sub=value``."""
     steps: int = 0
-    """Of a run by steps; 0 where it is by time."""
+    """Length of a run by steps; 0 where it is by time."""
     minutes: float = 0.0
-    """Of a run by time."""
+    """Length of a run by time; 0 where it is by steps."""
     count: int = 0
     """Faults of a run of that length."""
     faults: Mapping[str, float] = field(default_factory=dict)
-    """Those that are drawn, by name in the catalogue, with their weights."""
+    """Faults that are drawn, by name in the catalogue, with their weights."""
     steps_per_minute: float = 60.0
     """With its faults, about. Where a run of another length is asked for, it has as many faults a minute."""
     pace: Pace = Pace(3, 6, 15)
-    """Of a run by steps."""
+    """Steps before, between and after the strikes of a run by steps."""
     pace_s: Pace = Pace(20, 10, 60)
-    """Of a run by time."""
+    """Seconds before, between and after the strikes of a run by time."""
     together: float = 0.25
     """Share of the strikes that have two faults."""
     overlap: int = 1
@@ -102,7 +102,8 @@ class Scenario:
 
 _OF_ANY_RUN = ("I1", "I2", "I3", "I4", "I5", "I11")
 _OF_OWN_CLUSTER = ("I6", "I8", "I12", "I13", "I14", "I15")
-"""Of these a job may have no evidence that was begun before the run and goes on after it."""
+"""A run on a cluster of its own has to show these too. A job that was begun before the run, and goes on after it, may
+leave no evidence for them."""
 _OF_FAULTS, _OF_OWN_FAULTS = ("I10",), ("I9",)
 
 

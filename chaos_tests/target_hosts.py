@@ -154,7 +154,8 @@ def _end(hosts: ClusterHosts) -> None:
 def play(schedule: Schedule, file: Path, say: Callable[[str], None], *, hosts: int = HOSTS) -> None:
     """Plays a schedule of faults of ``HOST_FAULTS`` on a cluster of its own under the traffic of clients, heals
     everything, reads through every coordinator, takes the cluster down, and writes the event log. Raises what
-    ``cluster_of_hosts`` raises; what goes wrong later is in the log."""
+    ``cluster_of_hosts`` raises. An ElasticRLError of clients, faults or recovery is in the log, which ends then; any
+    other error is raised, and leaves a log without an end."""
     log = EventLog(file)
     with contextlib.closing(log):
         log.write(Kind.RUN, form=FORM, scenario=SCENARIO, seed=schedule.seed, schedule=asdict(schedule),

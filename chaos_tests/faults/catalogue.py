@@ -274,7 +274,6 @@ HOST_FAULTS: Mapping[str, _HostEntry] = {
     "etcd_quorum_stopped": _HostEntry(lambda c: EtcdQuorumStopped(c, _ETCD_AWAY_S)),
 }
 """Faults of the hosts of a cluster, which need test hosts (``target_hosts``)."""
-HOST_WEIGHTS: Mapping[str, float] = {name: entry.weight for name, entry in HOST_FAULTS.items()}
 
 
 def plan_of(schedule: Schedule, guard: Callable[[str, Fault], Fault] = lambda name, fault: fault) -> FaultPlan:

@@ -24,10 +24,10 @@ class Strike:
     """Faults that happen at once. Names are those of the catalogue."""
 
     step: int
-    """They happen when this step has been done; 0 in a schedule by time."""
+    """The step after which the faults happen; 0 in a schedule by time."""
     faults: tuple[str, ...]
     second: float = 0.0
-    """They happen so many seconds after the first step; 0 in a schedule by steps."""
+    """Seconds from the first step to the faults; 0 in a schedule by steps."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Schedule:
     after."""
 
     seed: int
-    """Of what is drawn, and of the job."""
+    """The seed from which the faults are drawn, and that of the job."""
     steps: int
-    """Of the run; 0 in a schedule by time: as many as it does."""
+    """Steps that the job does; 0 in a schedule by time, in which it does as many as it can."""
     strikes: tuple[Strike, ...]
     minutes: float = 0.0
-    """Of a run by time, from its first step; 0 in a schedule by steps."""
+    """Minutes that a run by time lasts from its first step; 0 in a schedule by steps."""
     scenario: str = ""
     settings: tuple[str, ...] = ()
     """Settings of the job beside those of its scenario, each as ``--key.sub=value``."""

@@ -140,7 +140,6 @@ class SimHost:
     boot: int = 0
     powered: bool = False
     cut_until: float = 0.0
-    healthy_since: float = 0.0
     agent: SimAgent | None = None
     processes: list[SimProcess] = field(default_factory=list)
     newest: dict[str, int] = field(default_factory=dict)

@@ -189,7 +189,7 @@ class World:
         return formed
 
     def weights(self) -> Weights:
-        """Those that the trainer has."""
+        """The weights that the trainer has: the RL steps that it has executed."""
         return tuple(e.id for e in self.executed if e.phase == "rl")
 
     def number(self, trainer: Trainer) -> None:

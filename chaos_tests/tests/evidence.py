@@ -8,10 +8,8 @@ from dataclasses import asdict
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.history import Operation
-from chaos_tests.model.linearizability import check
-from chaos_tests.model.models import MODELS
 from chaos_tests.observation import observe
-from chaos_tests.validate import judge
+from chaos_tests.validate import histories, judge
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 
@@ -23,13 +21,8 @@ def observed(etcd: EtcdClient, keys: Keys, since: int) -> list[Event]:
     return [{"kind": Kind.CHANGE, **asdict(change)} for change in observe(etcd.endpoint, keys.root, since, last)]
 
 
-def broken_rules(events: Iterable[Event]) -> list[str]:
-    return [str(violation) for violation in judge.broken(events)]
-
-
-def unexplained(history: Iterable[Operation]) -> list[str]:
-    """The keys whose operations no order explains, by the models that they name."""
-    by_model = dict[str, list[Operation]]()
-    for operation in history:
-        by_model.setdefault(operation.model, []).append(operation)
-    return [str(found) for name, operations in by_model.items() for found in check(MODELS[name].model, operations)]
+def broken_rules(events: Iterable[Event], history: Iterable[Operation] = ()) -> list[str]:
+    """Why the observed changes break a rule, or no order of what clients were told follows the models."""
+    operations = [{"kind": Kind.OPERATION, **asdict(operation)} for operation in history]
+    return [str(violation) for violation in judge.broken([*events, *operations],
+                                                         (*judge.OF_STORE, *histories.CHECKERS))]

@@ -45,7 +45,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 def limits(*parts: Part) -> runner.Limits:
     radius = BlastRadius(parts=frozenset(parts), allow_last=True)
-    return runner.Limits(aborts_itself=True, guard=lambda context: blast_radius.guarded(radius, context))
+    return runner.Limits(late=50.0, aborts_itself=True, guard=lambda context: blast_radius.guarded(radius, context))
 
 
 def schedule(fault: str, minutes: float = MINUTES) -> Schedule:

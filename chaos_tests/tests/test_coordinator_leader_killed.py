@@ -60,13 +60,13 @@ def test_stale_leader_writes_are_refused_when_leaders_are_killed_and_frozen(
         replicas.kill(second, signal.SIGSTOP)
         wait_until(lambda: frozen(replicas.running[second]), what="the freeze")
         with ThreadPoolExecutor(4) as late:
-            pending = [late.submit(clients.patch, replicas.job_url(second), n, client=f"late {n}", timeout_s=20.0)
+            pending = [late.submit(clients.patch, replicas.job_url(second), n, client=f"late {n}", timeout_s=300.0)
                        for n in range(61, 65)]
             wait_until(lambda: etcd.get(ClusterKeys(keys.job).leader(second)) is None, what="its lease's end")
             clients.more(10)
             assert frozen(replicas.running[second])
             replicas.kill(second, signal.SIGCONT)
-            late_writes = [p.result(timeout=25) for p in pending]
+            late_writes = [p.result(timeout=300) for p in pending]
         wait_until(lambda: etcd.get(ClusterKeys(keys.job).leader(second)), what="its next candidacy")
         clients.more(10)
     finally:

@@ -166,7 +166,7 @@ def test_node_killed_during_a_pull_leaves_no_pin(dcs: OneNode, point: str) -> No
     assert dcs.node is not None
     with dcs.puller() as puller, pytest.raises(NodeUnavailable):
         puller.pull("policy")
-    assert dcs.node.wait(timeout=30) == KILLED
+    assert dcs.node.wait(timeout=300) == KILLED
     assert pins.pinned(dcs.etcd, dcs.keys, "policy") == {1}, "it died before it had pinned: this shows nothing"
     dcs.start_node()
     assert dcs.require_whole() == 1
@@ -195,7 +195,7 @@ def test_killed_node_has_every_saved_version_after_its_restart(dcs: OneNode, poi
     for what, arg in (("publish", 3), ("sweep", 2)):  # which bring the node to each of its points
         if dcs.node.poll() is None:
             dcs.run(what, arg)
-    assert dcs.node.wait(timeout=30) == KILLED
+    assert dcs.node.wait(timeout=300) == KILLED
     dcs.start_node()
     assert dcs.require_whole(2) == 2  # with one copy, what was published and not saved yet may be gone with the node
     head = reads.head(dcs.etcd, dcs.keys, "policy")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from evidence import broken_rules, observed, unexplained
+from evidence import broken_rules, observed
 from support.dcs_nodes import Nodes
 from support.etcd_server import EtcdServers
 from support.tiers import full, parametrize
@@ -84,8 +84,7 @@ def test_pullers_follow_the_head_while_nodes_are_killed(fleet: Fleet, etcd: Etcd
     assert all(f.seen == sorted(set(f.seen)) for f in followers)                                # I3: never back
     assert trainer.committed == sorted(set(trainer.committed))
     assert len(list(SHM.glob(f"elastic-rl-{keys.job}-*"))) == len(NODES)                        # I8
-    assert unexplained(recorder.operations()) == []
-    assert broken_rules(observed(etcd, keys, since)) == []
+    assert broken_rules(observed(etcd, keys, since), recorder.operations()) == []
 
 
 @parametrize("lost", NODES, by_default=0,
@@ -107,5 +106,4 @@ def test_loss_of_one_node_loses_no_committed_version(fleet: Fleet, etcd: EtcdCli
         wait_until(lambda n=number: follower.pull(n), what=f"version {number}", poll_s=0.2)
     assert (follower.seen, follower.torn) == (kept, [])
     follower.close()
-    assert unexplained(recorder.operations()) == []
-    assert broken_rules(observed(etcd, keys, since)) == []
+    assert broken_rules(observed(etcd, keys, since), recorder.operations()) == []

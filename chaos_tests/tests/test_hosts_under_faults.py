@@ -11,7 +11,7 @@ from support.tiers import full
 
 from chaos_tests import target_hosts
 from chaos_tests.event_log import read
-from chaos_tests.faults.catalogue import HOST_WEIGHTS
+from chaos_tests.faults.catalogue import HOST_FAULTS
 from chaos_tests.nemesis.schedule import Schedule, Strike, drawn
 from chaos_tests.validate.hosts import check
 
@@ -43,4 +43,5 @@ def test_cluster_keeps_every_rule_when_hosts_are_apart_and_lose_power(tmp_path: 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_cluster_keeps_every_rule_under_drawn_faults_of_hosts(seed: int, tmp_path: Path) -> None:
-    assert violations(drawn(seed, STEPS, FAULTS, HOST_WEIGHTS), tmp_path) == []
+    weights = {name: entry.weight for name, entry in HOST_FAULTS.items()}
+    assert violations(drawn(seed, STEPS, FAULTS, weights), tmp_path) == []

@@ -39,7 +39,7 @@ _SAID_S = 10.0
 _NOTICE_S = 60.0
 """Longest from an alert's begin to its notice: receivers take so many a minute."""
 _FIRST_S = 5.0
-"""The same of the first one."""
+"""Longest from an alert's begin to its first notice: one that fires later before the end of a log may have none."""
 _STATUS, _ALERTS = below(Keys("j").job_status()), below(Keys("j").alerts_prefix())
 COMPARED_SHARE = 0.8
 """Least share of the steps on the newest weights that have to compare log-probs, where no more are missing than there

@@ -27,7 +27,7 @@ from chaos_tests.validate.verdict import MOST_SHOWN, RULES, RUN, Checker, State,
 OF_STORE: Sequence[type[Checker]] = (
     *watches.CHECKERS, *leadership.CHECKERS, *fencing.CHECKERS, *versions.CHECKERS, *lifecycles.CHECKERS,
     *groups.CHECKERS)
-"""Those that judge any history of etcd, also one of parts without a job."""
+"""The checkers that judge any history of etcd, also one of parts without a job."""
 CHECKERS: Sequence[type[Checker]] = (
     *faults.CHECKERS, *training.CHECKERS, *OF_STORE, *running.CHECKERS, *histories.CHECKERS, *growth.CHECKERS)
 

@@ -103,7 +103,7 @@ class Leaders(Checker):
             election.decide(found.revision)
 
     def terms(self, scope: str) -> list[tuple[int, str]]:
-        """Those of the cluster with this root."""
+        """Revision and leader of each term of the cluster whose keys have this root."""
         return self._election(scope).terms
 
     def _election(self, scope: str) -> Election:

@@ -45,7 +45,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of several values of one kind; None where there was none."""
+    """Median and 95th percentile of several values of one kind; None where there was no value."""
 
     n: int
     median: float | None
@@ -138,7 +138,7 @@ def timeline(events: Iterable[Event]) -> Timeline:
 
 
 def samples_per_s(steps: Sequence[StepTime]) -> float | None:
-    """From the begin of the first step to the end of the last one. None of nothing."""
+    """Samples a second from the begin of the first step to the end of the last one; None where there is no step."""
     if not steps:
         return None
     wall_s = max(s.ended_at for s in steps) - min(s.began_at for s in steps)

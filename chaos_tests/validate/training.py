@@ -40,7 +40,7 @@ def same_weights(step: Event) -> bool:
 
 
 class Effective:
-    """Of each step the record of when it was done last. A step that is done again undoes those after it."""
+    """Keeps for each step the record of when it was done last. A step that is done again undoes those after it."""
 
     def __init__(self) -> None:
         self.of = dict[int, Any]()

@@ -74,7 +74,7 @@ class Watches(Checker):
     def __init__(self) -> None:
         super().__init__()
         self._store, self._gaps = deque[_Seen](maxlen=_MOST_CHANGES), [(0, 0)]
-        """Of the gaps the first is that of changes so old that they are not kept."""
+        """The first gap stands for the changes that are so old that they are not kept."""
         self._watches = dict[tuple[str, str], _Delivered]()
 
     def transaction(self, found: Transaction) -> None:
@@ -135,7 +135,7 @@ class _Delivered:
     """Revision after which its present changes are."""
     changes: list[_Seen] = field(default_factory=list)
     parts: list[tuple[int, list[_Seen]]] = field(default_factory=list)
-    """Of before it has read the range again: after which revision, and the changes."""
+    """What the watch had delivered each time before it read the range again: after which revision, and the changes."""
     count: int = 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 
 import psutil
@@ -11,6 +10,7 @@ from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import EngineState
+from elastic_rl.faults import states
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, stopped
 from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.service_files import node_service
@@ -26,7 +26,7 @@ class _Outage:
 
     name = ""
     may_go_unnoticed = True
-    """It may go on so soon that there is nothing to say."""
+    """An outage may be over before the run says that it waits."""
     part = ""
     """What the run is to say that it waits for; "": whatever it says."""
 
@@ -112,14 +112,11 @@ class ActorKilled(_Outage):
     name = "actor_killed"
 
     def inject(self) -> tuple[str, str]:
-        etcd, keys = self.context.etcd, self.context.keys
-        with contextlib.closing(TrainerClient(etcd, keys, dcs_security(self.context.cfg),
-                                              epoch=fencing.current_epoch(etcd, keys), term=0)) as trainer:
-            # The trainer itself says it: heartbeats are too seldom for a step of a moment.
-            wait_until(lambda: (status := trainer.status()) is not None and bool(status.executing),
-                       timeout_s=INJECT_TIMEOUT_S, what="a step that is being trained", poll_s=0.002)
+        executed = wait_until(lambda: states.training(self.context), timeout_s=INJECT_TIMEOUT_S,
+                              what="a step that is being trained", poll_s=0.002)
         self._begins()
-        return "actor", self.context.kill(members(self.context.etcd, self.context.keys, "actor")[0].pid)
+        killed = self.context.kill(members(self.context.etcd, self.context.keys, "actor")[0].pid)
+        return "actor", f"{killed}; the trainer was {executed}"
 
 
 class SecondActor(_Outage):
@@ -136,10 +133,8 @@ class SecondActor(_Outage):
         etcd, keys, cfg = self.context.etcd, self.context.keys, self.context.cfg
         epoch = fencing.current_epoch(etcd, keys)
         with self.context.striking("another actor has begun a term"):
-            pass
-        self.term = fencing.begin_term(etcd, keys, epoch, "second actor")
-        client = TrainerClient(etcd, keys, dcs_security(cfg), epoch=epoch,
-                               term=self.term)
+            self.term = fencing.begin_term(etcd, keys, epoch, "second actor")
+        client = TrainerClient(etcd, keys, dcs_security(cfg), epoch=epoch, term=self.term)
         try:
             client.wait_ready()  # fences the first one off
             self.context.ended.wait(self.seconds)

@@ -125,10 +125,10 @@ class RacingRequests(Killed):
             return "accepted"
 
         with self.context.resized(ROLLOUT_POOL):
-            with self.context.striking("clients have changed the size of the pool"):
-                pass
+            with self.context.striking("a client has changed the size of the pool"):
+                answers = [change(0)]
             with ThreadPoolExecutor(self.clients) as threads:
-                answers = [*threads.map(change, range(self.clients * self.rounds))]
+                answers += threads.map(change, range(1, self.clients * self.rounds))
             last = wait_until(self._last_size, timeout_s=INJECT_TIMEOUT_S, what="the last change to be accepted")
         counts = ", ".join(f"{answers.count(answer)} {answer}" for answer in sorted({*answers}))
         return f"pool {ROLLOUT_POOL}", f"{len(answers)} requests of {self.clients} clients: {counts}; then {last}"

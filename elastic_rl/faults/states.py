@@ -118,17 +118,17 @@ def _publishing(context: FaultContext, _pid: int) -> str:
     return f"publishing version {staging[-1]}, which is not committed" if staging else ""
 
 
-def _training(context: FaultContext, _pid: int) -> str:
+def training(context: FaultContext) -> str:
+    """What the trainer executes for the actor now, as it says itself: heartbeats are too seldom for a step of a moment.
+    "" for nothing."""
     etcd, keys = context.etcd, context.keys
     with contextlib.closing(TrainerClient(etcd, keys, dcs_security(context.cfg),
                                           epoch=fencing.current_epoch(etcd, keys), term=0)) as trainer:
         status = trainer.status()
-    return f"training {status.executing}" if status is not None and status.executing else ""
+    return f"executing {status.executing}" if status is not None and status.executing else ""
 
 
 PUBLISHING = State("publishing", _publishing)
-TRAINING = State("training", _training, holds=lambda _pid: [])
-"""Of the actor, for which the trainer works: the trainer says it, so nothing of it is stopped."""
 
 
 # -- who takes over ----------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class Running:
 
     def __init__(self, step: int = 0) -> None:
         self.at, self.ended, self.struck = step, threading.Event(), list[tuple[float, str]]()
-        self.undo = NOTHING
+        self.undo, self.readings = NOTHING, 0
 
     def end(self) -> None:
         self.ended.set()
@@ -127,6 +127,7 @@ class Running:
     def step(self) -> int:
         if self.ended.is_set():
             raise InjectionEnded("the injection of faults was ended")
+        self.readings += 1
         return self.at
 
     def finished(self) -> bool:
@@ -144,6 +145,8 @@ class Wound:
 
     def __init__(self, name: str, error: Exception | None = None) -> None:
         self.name, self.is_injected, self.is_healed, self.error = name, False, False, error
+        self.asked = 0
+        """How often the injector has asked whether it is healed."""
 
     def inject(self) -> tuple[str, str]:
         if self.error is not None:
@@ -155,6 +158,7 @@ class Wound:
         return True
 
     def healed(self) -> bool:
+        self.asked += 1
         return self.is_healed
 
 
@@ -172,6 +176,8 @@ def test_turn_by_time_counts_from_the_first_step_that_was_seen(tmp_path: Path, m
     now[0] = 100.0
     run.at = 3
     wait_until(lambda: injector._began_s is not None, what="the first step")
+    readings = run.readings
+    wait_until(lambda: first.is_injected or run.readings > readings + 3, what="turns that have not come")
     assert not first.is_injected
     now[0] = 105.0
     wait_until(lambda: first.is_injected, what="the fault")
@@ -187,6 +193,8 @@ def test_next_fault_waits_for_recovery_unless_they_may_overlap(tmp_path: Path) -
         injector = injector_of(Running(9), [(1, [wound]) for wound in wounds], tmp_path / f"f{overlap}",
                                overlap=overlap)
         wait_until(lambda ws=wounds, n=overlap: all(w.is_injected for w in ws[:n]), what="the first faults")
+        asked = wounds[0].asked
+        wait_until(lambda w=wounds[0], n=asked: w.asked > n + 6, what="a first fault that is not over")
         assert len(injector.under_way) <= overlap and not wounds[overlap].is_injected
         for wound in wounds:
             wound.is_healed = True
@@ -206,19 +214,6 @@ def test_recovery_that_is_not_seen_is_given_up_and_keeps_its_witness(tmp_path: P
     record = json.loads((tmp_path / "f").read_text())
     assert (record["witness"], record["state"], record["said"]) == ("witness", "ready", "it waits")
     assert "recovery from a was not seen" in record["problem"] and record["healed_at"] is None
-
-
-def test_nothing_is_injected_any_more_once_it_has_ended(tmp_path: Path) -> None:
-    wound, context = Wound("a"), FaultContext(*[None] * 4)  # type: ignore[arg-type]
-    context.ended.set()
-    with pytest.raises(InjectionEnded):
-        _ = context.etcd
-    run = Running(0)
-    injector = injector_of(run, [(1, [wound])], tmp_path / "f")
-    injector.end()
-    run.at = 5
-    injector.join(60)
-    assert not injector.is_alive() and not wound.is_injected
 
 
 class Striking:
@@ -251,13 +246,15 @@ class Striking:
 
 
 class Playing(FaultContext):
-    """A run of which no etcd is read."""
+    """A run of which no etcd is read, and which answers also once the injection has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int = 9) -> None:
         super().__init__(*[None] * 4, undo=NOTHING)  # type: ignore[arg-type]
+        self.at, self.readings = step, 0
 
     def step(self) -> int:
-        return 9
+        self.readings += 1
+        return self.at
 
     def finished(self) -> bool:
         return False
@@ -269,6 +266,26 @@ class Playing(FaultContext):
 def recorded(fault: Striking, path: Path) -> dict[str, Any]:
     FaultInjector(fault.context, RunLog(LineFile(path)), [(1, [fault])], path.with_name("steps.jsonl")).run()
     return dict(json.loads(path.read_text()))
+
+
+def test_turn_that_has_not_come_is_not_waited_for_once_it_has_ended(tmp_path: Path) -> None:
+    run, wound = Playing(0), Wound("a")
+    injector = FaultInjector(run, RunLog(LineFile(tmp_path / "f")), [(1, [wound])], tmp_path / "steps.jsonl")
+    injector.start()
+    wait_until(lambda: run.readings, what="the wait for the turn")
+    injector.end()
+    injector.join(60)
+    assert not injector.is_alive() and not wound.is_injected
+
+
+def test_nothing_strikes_any_more_once_it_has_ended(tmp_path: Path) -> None:
+    context = Playing()
+    with pytest.raises(InjectionEnded):
+        context.end()
+        _ = context.etcd
+    fault = Striking(context, [True], [True])
+    record = recorded(fault, tmp_path / "f")
+    assert fault.strikes == 0 and record["witness"] == "" and "ended" in record["problem"]
 
 
 def test_fault_is_begun_again_until_it_has_struck_and_never_afterwards(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,9 +18,10 @@ from support.waiting import wait_until
 from elastic_rl import config
 from elastic_rl.errors import DeadlineExceeded, EtcdUnavailable, Fenced
 from elastic_rl.etcd.records import EngineState
-from elastic_rl.faults import stale, storage
+from elastic_rl.faults import outages, stale, storage
 from elastic_rl.faults.context import FaultContext, InjectionEnded
 from elastic_rl.faults.hosts import EtcdQuorumStopped
+from elastic_rl.faults.outages import SecondActor
 from elastic_rl.faults.processes import PARTS, Struck, Way
 from elastic_rl.faults.stale import RacingRequests
 from elastic_rl.faults.states import State, provoked
@@ -118,6 +120,39 @@ def test_clients_that_race_put_the_size_of_the_pool_back_which_is_noted_before(t
     assert set(asked) == {7, 8} and asked[-1] == 7
     assert all((entry["undo"], entry["desired"], entry["job"]) == ("resize", 7, "j") for [entry] in noted)
     assert context.undo.pending() == []
+
+
+def _end_waits(context: Context) -> bool:
+    """Whether an abort, which comes from another thread, has to wait for a strike that is under way."""
+    with ThreadPoolExecutor(1) as other:
+        free = other.submit(context._gate.acquire, blocking=False).result()
+        if free:
+            other.submit(context._gate.release).result()
+    return not free
+
+
+def test_first_request_of_clients_that_race_is_over_when_the_injection_has_ended(tmp_path: Path) -> None:
+    waits = list[bool]()
+    context = Context(tmp_path, SimpleNamespace(patch=lambda path, body: waits.append(_end_waits(context))))
+    RacingRequests(context, clients=1, rounds=3).inject()
+    assert waits == [True, False, False, False], "the first one is the strike"
+
+
+def test_term_of_a_second_actor_is_begun_before_the_injection_has_ended_or_never(
+        context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = list[bool]()
+
+    def begin_term(*_: Any) -> int:
+        waits.append(_end_waits(context))
+        raise Fenced("the epoch is over")
+
+    monkeypatch.setattr(outages, "fencing", SimpleNamespace(current_epoch=lambda *_: 1, begin_term=begin_term))
+    with pytest.raises(Fenced):
+        SecondActor(context, 1.0).inject()
+    context.end()
+    with pytest.raises(InjectionEnded):
+        SecondActor(context, 1.0).inject()
+    assert waits == [True]
 
 
 def test_clients_end_with_the_injection(tmp_path: Path) -> None:
