@@ -123,7 +123,7 @@ class RacingRequests(Killed):
                 return type(e).__name__
             return "accepted"
 
-        with self.context.resized(ROLLOUT_POOL):
+        with self.context.resized(self.desired, self.desired + 1):
             with self.context.striking("clients have changed the size of the pool"):
                 pass
             with ThreadPoolExecutor(self.clients) as threads:
