@@ -15,7 +15,7 @@ from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
 from elastic_rl.errors import ConfigError, DeadlineExceeded, ElasticRLError
 from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.records import Severity
-from elastic_rl.faults.undo import FILE, Undone, UndoRegistry, undo_all
+from elastic_rl.faults.undo import FILE, Undone, UndoRegistry, shown, undo_all
 from elastic_rl.host import file_lock
 from elastic_rl.runtime.files import require_own_folder
 from elastic_rl.runtime.waiting import wait_until
@@ -124,18 +124,30 @@ def abort(folder: Path) -> Undone | None:
 def undo_of_killed_runs(results: Path) -> dict[str, Undone]:
     """Undoes what those of this user's runs whose folders are in ``results`` have left whose process was killed; what
     was done, by run."""
-    found = dict[str, Undone]()
-    for file in results.glob(f"*/{FILE}"):
+    found = {str(folder): undo_all(folder) for folder in _killed_runs(results)}
+    return {folder: undone for folder, undone in found.items() if undone.done or undone.failed}
+
+
+def left_by_killed_runs(results: Path) -> dict[str, list[str]]:
+    """What ``undo_of_killed_runs`` is going to undo, by run, for people."""
+    found = dict[str, list[str]]()
+    for folder in _killed_runs(results):
+        with suppress(OSError):  # it is said when it is undone
+            if left := [shown(entry) for entry in reversed(UndoRegistry(folder).pending())]:
+                found[str(folder)] = left
+    return found
+
+
+def _killed_runs(results: Path) -> Iterator[Path]:
+    """Folders of this user's runs that go on no more and have noted what undoes their faults."""
+    for file in sorted(results.glob(f"*/{FILE}")):
         try:
             require_own_folder(file.parent, hint="")
             if is_running(file.parent):
                 continue
         except (ElasticRLError, OSError):
             continue  # another one's, or no run
-        undone = undo_all(file.parent)
-        if undone.done or undone.failed:
-            found[str(file.parent)] = undone
-    return found
+        yield file.parent
 
 
 def reason(phase: JobPhase | None, alerts: Sequence[Alert], over: Sequence[Mapping[str, Any]],

@@ -211,8 +211,9 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
 
 @app.command("abort")
 def abort(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the results of the run.")]) -> None:
-    """End a run, and undo what can be undone: processes that it has stopped go on. Also where the run itself was
-    killed; code 1 where something cannot be undone."""
+    """End a run, and undo what can be undone: processes that it has stopped go on, and a pool that still has the size
+    that a fault gave it has its size of before. Also where the run itself was killed; code 1 where something cannot be
+    undone."""
     from chaos_tests import abort as switch
     undone = switch.abort(folder)
     if undone is None:
@@ -374,7 +375,7 @@ def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, baseline: 
 def _attached(ctx: typer.Context, file: Path | None, schedule_of: Callable[[Target, BlastRadius], Schedule],
               radius: BlastRadius, folder: Path | None, recovery_minutes: float, *, dry_run: bool, yes: bool,
               output: Format) -> None:
-    from chaos_tests import blast_radius, runner
+    from chaos_tests import abort, blast_radius, runner
     from chaos_tests.faults.catalogue import met
     from chaos_tests.target import running_cluster
     with running_cluster(find_cluster(ctx, file)) as target:
@@ -398,11 +399,14 @@ def _attached(ctx: typer.Context, file: Path | None, schedule_of: Callable[[Targ
             sys.stdout.write(schedule.to_json())
             return
         folder = folder or _new_folder(schedule, target.cfg.run_dir)
-        _undo_of_killed_runs(folder.parent)
         _say_strikes(schedule, radius, target, replicas)
+        for killed, left in abort.left_by_killed_runs(folder.parent).items():
+            for line in left:
+                _progress(f"before, this is undone of the run in {killed}, which was killed: {line}")
         _progress(f"the results go to {folder}; `elastic-rl chaos abort {folder}`, or Ctrl-C, ends it")
         if not yes:
             _confirm(target.cfg.job)
+        _undo_of_killed_runs(folder.parent)
         limits = runner.Limits(
             overlap=radius.at_once // max(1, largest),
             arguments=_arguments(ctx, radius, target.cfg, recovery_minutes),

@@ -4,16 +4,19 @@ options of the user's own code may be keys of services."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
 
-from elastic_rl.runtime.secret_names import HIDDEN, is_secret_name, without_users
+from elastic_rl.runtime.secret_names import HIDDEN, is_secret_name, may_be_secret, text_without_secrets, without_users
 
 _SECTIONS = ("alerts", "dcs.durable_url", "telemetry.otlp_endpoint")
 """Keys whose values, and those below them, no error shows."""
+_REDACTED = re.compile(rf"""^{HIDDEN}$|"{HIDDEN}"|//{HIDDEN}@|(?:[=:]|\bbearer|^basic|--?[\w-]+)\s*["']?{HIDDEN}""",
+                       re.IGNORECASE)
 
 
 def is_secret(key: str) -> bool:
@@ -24,15 +27,24 @@ def is_secret(key: str) -> bool:
 
 
 def without_secrets(value: Any, *, hide: bool = False) -> Any:
-    """JSON-able values to be shown, without those whose names say that they are secrets, and without users and
-    passwords of URLs. ``hide``: the value itself is one."""
+    """JSON-able values to be shown, without those whose names say that they may be secrets, and without secrets in
+    texts. A name may be beside its value, too: in ``{name: API_KEY, value: ...}``, in a pair, as an option before it.
+    ``hide``: the value itself is one."""
     if isinstance(value, Mapping):
-        return {key: without_secrets(one, hide=hide or is_secret_name(str(key))) for key, one in value.items()}
+        named = any(_names_secret(value.get(key)) for key in ("name", "key"))
+        return {key: without_secrets(one, hide=hide or may_be_secret(str(key)) and not (key == "key" and named)
+                                     or named and key == "value") for key, one in value.items()}
     if isinstance(value, list):
-        return [without_secrets(one, hide=hide) for one in value]
+        before = [None, *value]
+        return [without_secrets(one, hide=hide or _names_secret(name) and (len(value) == 2 or name.startswith("-")))
+                for name, one in zip(before, value, strict=False)]
     if hide and value and value is not True:
         return HIDDEN
-    return without_users(value) if isinstance(value, str) else value
+    return text_without_secrets(value) if isinstance(value, str) else value
+
+
+def _names_secret(value: Any) -> bool:
+    return isinstance(value, str) and may_be_secret(value)
 
 
 def redacted_url(url: str) -> str:
@@ -55,21 +67,23 @@ def redacted_receiver(url: str) -> str:
 def redacted_setting(word: str) -> str:
     """A setting ``--key.sub=value`` of a command line, to be shown or kept where others read it."""
     key, _, value = word.partition("=")
-    if is_secret(key.removeprefix("--")):
+    name = key.removeprefix("--")
+    if is_secret(name) or any(map(may_be_secret, name.split("."))):
         return f"{key}={HIDDEN}"
     try:
         parsed = yaml.safe_load(value)
     except (yaml.YAMLError, ValueError, RecursionError):
         parsed = None
-    if isinstance(parsed, Mapping | list) and (shown := without_secrets(parsed)) != parsed:
-        return f"{key}={json.dumps(shown, ensure_ascii=False, default=str)}"
-    return f"{key}={without_users(value)}"
+    if isinstance(parsed, Mapping | list):
+        shown = without_secrets(parsed)
+        return (f"{key}={json.dumps(shown, ensure_ascii=False, default=str)}" if shown != parsed else
+                f"{key}={without_users(value)}")
+    return f"{key}={text_without_secrets(value)}"
 
 
 def is_redacted(word: str) -> bool:
     """Whether ``redacted_setting`` has taken a secret out of the setting."""
-    value = word.partition("=")[2]
-    return value == HIDDEN or f'"{HIDDEN}"' in value or f"//{HIDDEN}@" in value
+    return _REDACTED.search(word.partition("=")[2]) is not None
 
 
 def redacted(values: Mapping[str, Any]) -> dict[str, Any]:

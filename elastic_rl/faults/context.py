@@ -26,7 +26,7 @@ from elastic_rl.etcd.heartbeats import merge
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import ENDED_PHASES, Engine, EngineState, JobStatus, Leader, Member, PoolSpec, PoolStatus
-from elastic_rl.faults.undo import Undo, UndoRegistry
+from elastic_rl.faults.undo import Undo, UndoRegistry, id_of_job
 from elastic_rl.host import processes
 from elastic_rl.host.compute_services import compute_services, router_service
 from elastic_rl.host.here import heartbeats_here
@@ -157,10 +157,13 @@ class FaultContext:
         spec = readable_one(self.etcd.get(self.keys.pool_spec(pool)), PoolSpec)
         return spec.desired if spec is not None else self.cfg.pool_settings("")[pool].engines
 
-    def resized(self, pool: str = ROLLOUT_POOL) -> AbstractContextManager[None]:
-        """The block changes the size of a pool, which has at its end the one from before, whatever happens."""
-        return self.undo.noted(Undo.RESIZE, info=str(ClusterPaths.of(self.cfg).info), job=self.cfg.job, pool=pool,
-                               desired=self.desired(pool))
+    def resized(self, desired: int, *during: int, pool: str = ROLLOUT_POOL) -> AbstractContextManager[None]:
+        """The block gives a pool the sizes ``during``. At its end, whatever happens, a pool that has one of them gets
+        back ``desired``, the one from before; another size is somebody else's, and stays."""
+        id_file = JobPaths.of(self.cfg).job_id.resolve()
+        return self.undo.noted(Undo.RESIZE, info=str(ClusterPaths.of(self.cfg).info.resolve()), job=self.cfg.job,
+                               pool=pool, desired=desired, during=[*during], id_file=str(id_file),
+                               id_of_job=id_of_job(id_file))
 
     def router_pid(self, pool: str = ROLLOUT_POOL) -> int:
         """Process id of the router of a pool; 0 when none runs. Raises InjectionEnded."""

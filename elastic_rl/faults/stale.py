@@ -124,7 +124,7 @@ class RacingRequests(Killed):
                 return type(e).__name__
             return "accepted"
 
-        with self.context.resized(ROLLOUT_POOL):
+        with self.context.resized(self.desired, self.desired + 1):
             with self.context.striking("a client has changed the size of the pool"):
                 answers = [change(0)]
             with ThreadPoolExecutor(self.clients) as threads:

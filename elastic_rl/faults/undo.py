@@ -48,8 +48,9 @@ class Undo(StrEnum):
     END = "end"
     """The process ``pid``, which is one that the fault has started, is killed, with its group where it leads one."""
     RESIZE = "resize"
-    """The pool ``pool`` of the job ``job`` is to have ``desired`` engines again; ``info``: the file that says where the
-    cluster is."""
+    """The pool ``pool`` of the job ``job`` is to have ``desired`` engines again, as long as it has one of the sizes
+    ``during``, which the fault sets: another one is somebody else's, and stays. ``info``: the file that says where the
+    cluster is; ``id_file``: the one with the id of the job, which was ``id_of_job``. Another one has another id."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,10 @@ class UndoRegistry:
     def undo(self, entry: dict[str, Any]) -> bool:
         """Undoes one entry and marks it. Returns whether there was anything left to do. Raises NotUndone, and what an
         odd entry raises; then it is not marked."""
+        return self._undone(entry)[0]
+
+    def _undone(self, entry: dict[str, Any]) -> tuple[bool, str]:
+        """As ``undo``; and why something was left as it is, if it was."""
         found = _undo(entry)
         self._append({"done": entry["id"]})
         return found
@@ -149,22 +154,40 @@ def undo_all(folder: Path) -> Undone:
     except OSError as e:
         return replace(found, failed=[f"{folder / FILE} is left alone: {e.strerror}"])
     for entry in reversed(pending):
-        what = str(entry.get("undo")) + " " + str(entry.get("pid") or entry.get("pool"))
+        what = shown(entry)
         try:
-            if registry.undo(entry):
-                found.done.append(what)
+            changed, left = registry._undone(entry)
+            if changed or left:
+                found.done.append(f"{what}: {left}" if left else what)
         except (ElasticRLError, OSError, ValueError, KeyError, TypeError, OverflowError) as e:
             found.failed.append(f"{what}: {e if isinstance(e, ElasticRLError) else f'{type(e).__name__} {e}'}"[:500])
     return found
 
 
-def _undo(entry: dict[str, Any]) -> bool:
-    """Whether there was anything to do. Never raises for what is gone."""
+def shown(entry: dict[str, Any]) -> str:
+    """What undoes an entry, and of what, for people."""
+    return f"{entry.get('undo')} {entry.get('pid') or entry.get('pool')}"
+
+
+def id_of_job(id_file: Path) -> str:
+    """The id of the job that is in a folder now, which is another one for each job; "" where it has none."""
+    try:
+        return id_file.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _undo(entry: dict[str, Any]) -> tuple[bool, str]:
+    """Whether there was anything to do, and why something was left as it is. Never raises for what is gone."""
     undo = Undo(entry["undo"])
     if entry["machine"] != machine_id():
         raise NotUndone("it is of another machine, or of another boot or pid namespace of this one")
     if undo is Undo.RESIZE:
-        return _resize(entry["info"], entry["job"], entry["pool"], entry["desired"])
+        return _resize(entry)
+    return _undo_of_process(undo, entry), ""
+
+
+def _undo_of_process(undo: Undo, entry: dict[str, Any]) -> bool:
     pid, started = entry["pid"], entry["started"]
     if type(pid) is not int or not 0 < pid < _MOST_PID or type(started) is not int:
         raise ValueError(f"{pid!r}, started at {started!r}, is no process")
@@ -191,13 +214,18 @@ def _undo(entry: dict[str, Any]) -> bool:
         return False
 
 
-def _resize(info: str, job: str, pool: str, desired: int) -> bool:
+def _resize(entry: dict[str, Any]) -> tuple[bool, str]:
     """A cluster that is down has no pool any more."""
-    cluster = ClusterInfo.load(Path(info))
+    cluster, pool, desired = ClusterInfo.load(Path(entry["info"])), f"pools/{entry['pool']}", entry["desired"]
     if cluster is None:
-        return False
-    api = AdminClient(replace(cluster, job=job))
-    before = api.get(f"pools/{pool}")["desired"]
-    if before != desired:
-        api.patch(f"pools/{pool}", {"desired": desired})
-    return bool(before != desired)
+        return False, ""
+    if id_of_job(Path(entry["id_file"])) != entry["id_of_job"]:
+        return False, f"left alone, for job {entry['job']} is another one of that name"
+    api = AdminClient(replace(cluster, job=entry["job"]))
+    before = api.get(pool)["desired"]
+    if before == desired:
+        return False, ""
+    if before not in entry["during"]:
+        return False, f"left at {before}, which somebody has set since"
+    api.patch(pool, {"desired": desired})
+    return True, ""

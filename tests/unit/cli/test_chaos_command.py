@@ -8,6 +8,8 @@ import os
 import shlex
 import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -252,6 +254,26 @@ def test_schedule_is_replayed_within_the_blast_radius_only(
     code = run("replay", str(file), "--job=j", f"--run_dir={tmp_path}", "--yes", f"--out={tmp_path / 'r'}", *args)
     assert code == (Exit.USAGE if said else Exit.OK) and said in capsys.readouterr().err
     assert len(attached) == (not said) and all(limits.overlap == 1 for limits in attached)
+
+
+@pytest.mark.parametrize("yes", [False, True])
+def test_what_killed_runs_have_left_is_said_and_undone_only_once_the_run_was_confirmed(
+        yes: bool, attached: list[runner.Limits], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, killed = tmp_path / "s.json", tmp_path / "results" / "killed"
+    file.write_text(by_time(("engine_killed",)).to_json())
+    with abort.running(killed):
+        pass
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as left:
+        try:
+            UndoRegistry(killed).note(Undo.END, left.pid)
+            assert run("replay", str(file), "--job=j", f"--run_dir={tmp_path}", f"--out={killed.parent / 'new'}",
+                       *(["--yes"] if yes else [])) == (Exit.OK if yes else Exit.USAGE)
+            printed = capsys.readouterr().err
+            assert f"before, this is undone of the run in {killed}, which was killed: end {left.pid}" in printed
+            assert (f"undone of the run in {killed}, which was killed: end {left.pid}" in printed.splitlines()) == yes
+            assert bool(UndoRegistry(killed).pending()) == (not yes) and len(attached) == yes
+        finally:
+            left.kill()
 
 
 def test_faults_that_are_not_possible_on_this_machine_are_refused_before_anything_is_started(

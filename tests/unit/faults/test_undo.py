@@ -159,25 +159,57 @@ def test_file_that_others_could_have_put_there_is_left_alone(put: str, process: 
             UndoRegistry(folder).note(Undo.END, process.pid)
 
 
-def test_size_of_a_pool_is_put_back_by_whoever_undoes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, info = {"pools/rollout": 7}, tmp_path / "cluster.json"
+class Pools:
+    """The pools of job j, behind the admin API of a cluster that is up."""
 
-    class Api:
-        def __init__(self, cluster: ClusterInfo) -> None:
-            assert (cluster.job, cluster.coordinators) == ("j", ["http://c"])
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.info, self.id_file, self.folder, self.size = folder / "cluster.json", folder / "job_id", folder, 0
+        pools = self
 
-        def get(self, path: str) -> dict[str, int]:
-            return {"desired": sizes[path]}
+        class Api:
+            def __init__(self, cluster: ClusterInfo) -> None:
+                assert (cluster.job, cluster.coordinators) == ("j", ["http://c"])
 
-        def patch(self, path: str, body: dict[str, int]) -> None:
-            sizes[path] = body["desired"]
+            def get(self, path: str) -> dict[str, int]:
+                assert path == "pools/rollout"
+                return {"desired": pools.size}
 
-    monkeypatch.setattr(undo, "AdminClient", Api)
-    ClusterInfo("other", [], ["http://c"], "").save(info)
-    noted = {"info": str(info), "job": "j", "pool": "rollout", "desired": 5}
-    UndoRegistry(tmp_path).note(Undo.RESIZE, **noted)
-    assert undo_all(tmp_path) == Undone(["resize rollout"]) and sizes == {"pools/rollout": 5}
-    UndoRegistry(tmp_path).note(Undo.RESIZE, **noted)
-    info.unlink()
-    assert undo_all(tmp_path) == Undone(), "the cluster is down"
-    assert not UndoRegistry(tmp_path).pending()
+            def patch(self, path: str, body: dict[str, int]) -> None:
+                pools.size = body["desired"]
+
+        monkeypatch.setattr(undo, "AdminClient", Api)
+        ClusterInfo("other", [], ["http://c"], "").save(self.info)
+        self.id_file.write_text("1f")
+
+    def undone(self, size: int) -> Undone:
+        """What is undone of a fault that has resized a pool of 5 engines to 6 or 7, once it has ``size``."""
+        UndoRegistry(self.folder).note(
+            Undo.RESIZE, info=str(self.info), job="j", pool="rollout", desired=5, during=[6, 7],
+            id_file=str(self.id_file), id_of_job="1f")
+        self.size = size
+        found = undo_all(self.folder)
+        assert not UndoRegistry(self.folder).pending()
+        return found
+
+
+@pytest.fixture
+def pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pools:
+    return Pools(tmp_path, monkeypatch)
+
+
+def test_size_of_a_pool_is_put_back_by_whoever_undoes_it(pools: Pools) -> None:
+    assert pools.undone(7) == Undone(["resize rollout"]) and pools.size == 5
+    assert pools.undone(5) == Undone(), "it has its size of before"
+    pools.info.unlink()
+    assert pools.undone(7) == Undone() and pools.size == 7, "the cluster is down"
+
+
+def test_size_that_somebody_has_set_since_stays(pools: Pools) -> None:
+    assert pools.undone(8) == Undone(["resize rollout: left at 8, which somebody has set since"]) and pools.size == 8
+
+
+def test_pool_of_another_job_of_the_same_name_is_left_alone(pools: Pools) -> None:
+    pools.id_file.write_text("2e")
+    assert pools.undone(7) == Undone(["resize rollout: left alone, for job j is another one of that name"])
+    pools.id_file.unlink()
+    assert pools.undone(7).done and pools.size == 7

@@ -119,6 +119,7 @@ def test_clients_that_race_put_the_size_of_the_pool_back_which_is_noted_before(t
     assert "desired=7 was accepted" in fault.inject()[1]
     assert set(asked) == {7, 8} and asked[-1] == 7
     assert all((entry["undo"], entry["desired"], entry["job"]) == ("resize", 7, "j") for [entry] in noted)
+    assert all(set(asked) == {entry["desired"], *entry["during"]} for [entry] in noted), "every size that it sets"
     assert context.undo.pending() == []
 
 
