@@ -15,8 +15,8 @@ from elastic_rl.runtime.secret_names import HIDDEN, is_secret_name, may_be_secre
 
 _SECTIONS = ("alerts", "dcs.durable_url", "telemetry.otlp_endpoint")
 """Keys whose values, and those below them, no error shows."""
-_REDACTED = re.compile(rf"""^{HIDDEN}$|"{HIDDEN}"|//{HIDDEN}@|(?:[=:]|\bbearer|^basic|--?[\w-]+)\s*["']?{HIDDEN}""",
-                       re.IGNORECASE)
+_REDACTED = re.compile(rf"""^{HIDDEN}$|"{HIDDEN}"|//{HIDDEN}@|"""
+                       rf"""(?:[=:]|\bbearer|^basic|(?<![\w-])--?[\w-]+)\s*["']?{HIDDEN}""", re.IGNORECASE)
 
 
 def is_secret(key: str) -> bool:

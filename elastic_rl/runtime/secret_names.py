@@ -17,7 +17,7 @@ _NO_SECRETS = frozenset({"prompt_key", "messages_key", "answer_key", "tls_key"})
 """Settings that end with *key* and name a column or a file."""
 _USER = re.compile(r"(?<=://)[^/\s]*@")
 """User and password of a URL."""
-_NAMED = re.compile(r"""([\w-]+)['"]?\s*[=:]\s*""")
+_NAMED = re.compile(r"""(?<![\w-])([\w-]+)['"]?\s*[=:]\s*""")
 """A name before its value, of a URL's query, of a connection's text, of JSON, or of a header."""
 _VALUE = re.compile(r"""(?:(?:Bearer|Basic)\s+)?(?:"[^"]*"|'[^']*'|[^&\s,;'"}\])]+)""", re.IGNORECASE)
 _OPTION = re.compile(r"""(?<!\S)--?([\w-]+)\s+(?=[^\s-])""")
