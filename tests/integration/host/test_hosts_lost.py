@@ -114,7 +114,7 @@ def test_cluster_outlives_its_first_host_and_the_loss_of_all(monkeypatch: pytest
         assert status is not None and status.phase == "running" and status.submission == 1
 
         # The first one is gone for good: its member is removed, and a host can still join.
-        wait_until(lambda: members(b) == {"etcd-0": False, "etcd-b": True, "etcd-c": True}, what="answers of both members")
+        wait_until(lambda: members(b) == {"etcd-0": False, "etcd-b": True, "etcd-c": True}, what="the other members")
         b.run("etcd", "remove", "etcd-0", *b.location)
         wait_until(lambda: members(b) == {"etcd-b": True, "etcd-c": True}, what="the end of its member")
         wait_until(lambda: len(endpoints(c)) == 2, what="the word of the others")
