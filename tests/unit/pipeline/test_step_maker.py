@@ -489,7 +489,7 @@ class Losing:
 def test_pause_after_losses_grows_until_a_step_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     waits, paused = Waits(lambda *_: None, threading.Event()), list[float]()
     monkeypatch.setattr(waits, "pause", paused.append)
-    term = SimpleNamespace(waits=waits, step=0, events=SimpleNamespace(trainer_lost=lambda *_: None))
+    term = SimpleNamespace(waits=waits, step=0, events=SimpleNamespace(trainer_lost=lambda *_, **__: None))
     with pytest.raises(Fenced):
         pipeline._drive(Losing(6), term)  # type: ignore[arg-type]
     assert paused[0] == 0 and max(paused) > 4, "a step that is tried again is none that was made"

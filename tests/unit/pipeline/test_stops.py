@@ -50,7 +50,7 @@ class Trainer:
 
     def drive(self) -> list[schedule.Effect]:
         waits = Waits(lambda *_: None, threading.Event(), self.stop_asked)
-        events = SimpleNamespace(trainer_lost=lambda *_: None, resynced=lambda *_: None)
+        events = SimpleNamespace(trainer_lost=lambda *_, **__: None, resynced=lambda *_: None)
         term: Any = SimpleNamespace(waits=waits, step=0, events=events)
         pipeline._drive(self, term)  # type: ignore[arg-type]
         return self.done
