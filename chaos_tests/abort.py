@@ -82,7 +82,8 @@ def _opened(path: Path, flags: int) -> IO[bytes]:
         raise
     except OSError as e:
         raise ConfigError(f"{path} cannot be opened: {e.strerror}", hint="name another folder") from e
-    file = os.fdopen(descriptor, "rb" if flags & os.O_ACCMODE == os.O_RDONLY else "r+b", buffering=0)
+    file = (os.fdopen(descriptor, "rb", buffering=0) if flags & os.O_ACCMODE == os.O_RDONLY else
+            os.fdopen(descriptor, "r+b", buffering=0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()
         raise ConfigError(f"{path} is no regular file", hint="name another folder")
