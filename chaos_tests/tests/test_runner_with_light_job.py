@@ -74,7 +74,8 @@ def test_run_on_an_own_cluster_is_struck_watched_and_judged(tmp_path: Path, monk
     assert {event["name"] for event in records(folder, Kind.EVENT)} >= {"leader.elected", "alerts.silenced"}
     last = {kind: records(folder, kind)[-1] for kind in (Kind.CHANGE, Kind.WATCH)}
     assert all(event["revision"] >= end["revision"] for event in last.values()), "the last change, by both"
-    verdicts = {v["rule"]: v["state"] for v in json.loads((folder / "report.json").read_text(encoding="utf-8"))["verdicts"]}
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    verdicts = {v["rule"]: v["state"] for v in report["verdicts"]}
     assert {verdicts[rule] for rule in ("run", "I1", "I3", "I5", "I8", "I9", "I10", "I11")} == {"kept"}
     assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert runner.outcome_of(folder) == outcome and runner.schedule_at(folder) == schedule
