@@ -116,9 +116,8 @@ def abort(folder: Path) -> Undone | None:
                 f"the process of the run in {folder} has not undone what its faults did in {_REACTS_S:g} s: it is "
                 "stopped, or hangs", hint="kill -9 that `chaos run`, and say `chaos abort` again, which undoes it then"
             ) from e
-        if registry.pending():
-            return undo_all(folder)
-        return None
+        if not registry.pending():
+            return None
     return undo_all(folder)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from chaos_tests.faults.catalogue import FAULTS, Need, Part
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.etcd.keys import ClusterKeys
-from elastic_rl.faults.context import Fault, FaultContext
+from elastic_rl.faults.context import Fault, FaultContext, WrappedFault
 from elastic_rl.faults.processes import PARTS
 
 NAMED_ONLY = frozenset({Part.ETCD, Part.HOSTS})
@@ -112,39 +112,24 @@ class _UnderWay:
             self._left.pop(key, None)
 
 
-class _Guarded:
+class _Guarded(WrappedFault):
     """A fault that checks the blast radius in the moment in which it is to be injected."""
 
     def __init__(self, fault: Fault, name: str, under_way: _UnderWay, context: FaultContext) -> None:
-        self._fault, self._under_way, self.name, self._named = fault, under_way, fault.name, name
-        self._context = context
-
-    @property
-    def said(self) -> str:
-        return str(getattr(self._fault, "said", ""))
-
-    @property
-    def state(self) -> str:
-        return str(getattr(self._fault, "state", ""))
-
-    @property
-    def may_go_unnoticed(self) -> bool:
-        return bool(getattr(self._fault, "may_go_unnoticed", False))
+        super().__init__(fault)
+        self._under_way, self._named, self._context = under_way, name, context
 
     def inject(self) -> tuple[str, str]:
         self._under_way.begin(id(self), self._named)
         try:
-            return self._fault.inject()
+            return super().inject()
         except BaseException:
             if not self._context.struck:  # nothing is lost; it may be begun again
                 self._under_way.end(id(self))
             raise
 
-    def detected(self) -> bool:
-        return self._fault.detected()
-
     def healed(self) -> bool:
-        if healed := self._fault.healed():
+        if healed := super().healed():
             self._under_way.end(id(self))
         return healed
 

@@ -129,7 +129,7 @@ _TYPES: Mapping[str, Sequence[tuple[Sequence[str], _Types, bool]]] = {
                (("alerts", "committed_steps", "problems"), _LIST_OR_NONE, False),
                (("phase", "aborted"), _TEXT, False)),
 }
-"""Of the fields without which nothing can be said of a kind, and of others that records have: names, types, and whether
+"""The fields without which nothing can be said of a kind, and others that records have: their names, types, and whether
 they must be there."""
 
 

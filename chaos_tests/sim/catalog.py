@@ -18,6 +18,7 @@ from unittest import mock
 
 from chaos_tests.event_log import Event
 from chaos_tests.sim.store import Interference, Log, ObservedModel, SimClient, SimLease
+from chaos_tests.sim.violation import Violation
 from elastic_rl.config import DcsConfig
 from elastic_rl.dcs import fan_out
 from elastic_rl.dcs.catalog import pins, reads
@@ -60,10 +61,6 @@ GRACE_S, KEPT = 8.0, 2
 OWNER = -1
 """The connection as which a node gets chunks for itself."""
 SETTINGS = DcsConfig()
-
-
-class Violation(AssertionError):
-    """A rule was broken."""
 
 
 class SimNode:
@@ -483,7 +480,7 @@ class CatalogWorld:
 
 
 def run(seed: int) -> CatalogWorld:
-    """Raises Violation."""
+    """The world after the run of a seed. Raises Violation."""
     world = CatalogWorld(seed)
     world.run()
     return world

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from chaos_tests.sim.election import CALL_KINDS, TTL_S, ElectionWorld, Node, Process, Replica
+from chaos_tests.sim.violation import Violation
 from elastic_rl.coordinator import cluster_pass
 from elastic_rl.coordinator.assignments.state_machine import AssignmentLimits
 from elastic_rl.coordinator.cluster_pass import ClusterLimits, ClusterReading, ClusterWrite
@@ -94,10 +95,6 @@ R = TypeVar("R", bound=Record)
 def _decoded(kind: type[R], raw: bytes) -> R:
     """A record of its bytes. The rules look at the same ones all the time."""
     return kind.decode(raw)
-
-
-class Violation(AssertionError):
-    """A rule was broken."""
 
 
 @dataclass(eq=False)

@@ -20,6 +20,7 @@ from unittest import mock
 
 from chaos_tests.event_log import Event
 from chaos_tests.sim.store import Interference, Log, ObservedModel, SimClient
+from chaos_tests.sim.violation import Violation
 from elastic_rl.config import ROLLOUT_POOL, Config
 from elastic_rl.driver import __main__ as driver_main
 from elastic_rl.driver import placement
@@ -47,10 +48,6 @@ TICK_S, END_S, QUIET_S = 0.5, 60.0, 30.0
 """A run is so long; nothing fails in its last seconds."""
 DRAIN_S = 40.0
 """Longer than any request takes."""
-
-
-class Violation(AssertionError):
-    """A rule was broken."""
 
 
 class SimRouter:
@@ -377,7 +374,7 @@ class EngineWorld:
 
 
 def run(seed: int) -> EngineWorld:
-    """Raises Violation."""
+    """The world after the run of a seed. Raises Violation."""
     world = EngineWorld(seed)
     world.run()
     return world

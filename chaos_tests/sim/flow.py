@@ -12,7 +12,8 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from chaos_tests.sim.pipeline import LIMITS, PLAN, RL_KINDS, Actor, Violation, World
+from chaos_tests.sim.pipeline import LIMITS, PLAN, RL_KINDS, Actor, World
+from chaos_tests.sim.violation import Violation
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import Fenced

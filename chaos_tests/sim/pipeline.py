@@ -18,6 +18,7 @@ from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from chaos_tests.sim.violation import Violation
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import audit
@@ -57,10 +58,6 @@ RL_KINDS = KINDS | {"effect BeginRl", "effect Evaluate", "effect Take", "effect 
                     "lost: the step does not follow", "publish without etcd", "trainer killed while it publishes"}
 STATE_EVERY = 2
 MAX_EVENTS = 20_000
-
-
-class Violation(AssertionError):
-    """A rule was broken."""
 
 
 @dataclass

@@ -405,7 +405,7 @@ PLANTED: tuple[Planted, ...] = (
             of_versions.take_over_raises_the_epoch),
     Planted("engines-of-any-epoch-are-adopted", "engines", "I1", "a driver adopts the engine of another epoch",
             of_versions.engines_of_any_epoch_are_adopted),
-    Planted("drain-that-does-not-wait", "engines", "I10", "an engine leaves with requests in flight",
+    Planted("drain-that-does-not-wait", "engines", "I6", "an engine leaves with requests in flight",
             of_versions.drain_that_does_not_wait),
     # -- by the event log ----------------------------------------------------------------------------------------------
     Planted("committed-before-sealed", "versions", "I2", "a version is committed before its parts are sealed",

@@ -27,7 +27,7 @@ class Counted(Protocol):
     """What a run gives that has counted what happened in it."""
 
     counts: Counter[str]
-    """By kind: a fault, a step or a branch of the world."""
+    """How often each kind of thing happened: a fault, a step or a branch of the world."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ _SELDOM_S = 60.0
 @dataclass(frozen=True)
 class Workload:
     make: Callable[[Target, int, EventLog], Traffic]
-    """Of a target, a seed and the log of the run."""
+    """Makes the traffic of a target, a seed and the log of the run."""
     what: str
     changes: bool = False
     """Whether it changes what the job runs on: it then begins with the job's first step, as a job that has not begun is

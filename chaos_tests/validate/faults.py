@@ -364,7 +364,8 @@ class Alerts(FaultChecker):
                           "notice of its begin", *seen.proofs)
 
     def _notified(self, key: str, alert: Event) -> bool:
-        """By the run's own receiver; by the record of the alert where the receivers are those of a job of others."""
+        """Whether a notice was sent: by the run's own receiver, or by the record of the alert where the receivers are
+        those of a job of others."""
         if self.run.get("target") in OWN_TARGETS:
             return (key, Phase.FIRING) in self._notices
         return any(str(entry).startswith(f"{Phase.FIRING}:") for entry in alert.get("notified") or ())

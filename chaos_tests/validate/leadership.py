@@ -73,7 +73,7 @@ class Leaders(Checker):
         """``first_revision``: from which on the changes were seen; 0: that of the first one."""
         super().__init__()
         self._elections = dict[str, Election]()
-        """By the scope of their cluster."""
+        """The elections by the scope of their cluster."""
         self._cluster: str | None = None
         self._announced, self._desired = dict[str, list[Event]](), dict[str, int]()
         self._first = first_revision

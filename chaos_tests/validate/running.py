@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from chaos_tests.event_log import Event
@@ -18,7 +19,7 @@ MEMBERS, POOLS = below(_JOB.members_prefix()), below(_JOB.pools_prefix())
 _STREAMS, _HEAD = below(_JOB.streams_prefix()), "/head"
 
 
-class _Shortages(Checker):
+class _Shortages(Checker, ABC):
     """Times in which something is short, while its job runs."""
 
     def __init__(self) -> None:
@@ -44,8 +45,9 @@ class _Shortages(Checker):
             elif step.scope not in self._over:
                 self.of_job(step)
 
+    @abstractmethod
     def of_job(self, step: Step) -> None:
-        raise NotImplementedError
+        """A change in a job that is not over."""
 
     def _is(self, step: Step, what: str, short: str) -> None:
         """``short``: how it is short; "" where it is not."""

@@ -4,6 +4,7 @@ suspended, is not judged."""
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -36,7 +37,7 @@ _FIXED = ("stream", "number", "epoch", "created_at", "meta")
 _FIXED_BY_COMMIT = ("manifest", "nbytes", "committed_at")
 
 
-class _Catalog(Checker):
+class _Catalog(Checker, ABC):
     """Is shown the steps of catalogs that are not, and were not, suspended."""
 
     keys: ClassVar[tuple[str, ...]] = (_STREAMS,)
@@ -50,8 +51,9 @@ class _Catalog(Checker):
         if judged:
             self.judge(found, judged)
 
+    @abstractmethod
     def judge(self, found: Transaction, steps: list[Step]) -> None:
-        raise NotImplementedError
+        """The steps of a transaction that are to be judged."""
 
 
 def _versions(steps: list[Step]) -> Iterator[tuple[Step, str, int]]:

@@ -14,9 +14,9 @@ from functools import lru_cache
 
 from elastic_rl.config.groups import TRAINER_GROUPS
 
-TOLD = "told"
-"""Field of ``Event.data``, true for an event that opens no alert: the leader has found what it reports, and told of it,
-before."""
+ALREADY_REPORTED = "already_reported"
+"""Field of ``Event.data``, true for an event that opens no alert: the leader has found and reported before what it
+says."""
 
 
 @dataclass(frozen=True)

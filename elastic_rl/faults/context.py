@@ -62,6 +62,34 @@ class Fault(Protocol):
     def healed(self) -> bool: ...
 
 
+class WrappedFault:
+    """A fault that is another one, with something done around it."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.name, self._fault = fault.name, fault
+
+    @property
+    def said(self) -> str:
+        return str(getattr(self._fault, "said", ""))
+
+    @property
+    def state(self) -> str:
+        return str(getattr(self._fault, "state", ""))
+
+    @property
+    def may_go_unnoticed(self) -> bool:
+        return bool(getattr(self._fault, "may_go_unnoticed", False))
+
+    def inject(self) -> tuple[str, str]:
+        return self._fault.inject()
+
+    def detected(self) -> bool:
+        return self._fault.detected()
+
+    def healed(self) -> bool:
+        return self._fault.healed()
+
+
 class FaultContext:
     """The running job: its configuration, its records in etcd, and the admin API."""
 

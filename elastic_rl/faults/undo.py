@@ -59,7 +59,7 @@ class Undone:
 
     done: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    """With the reason. It is still noted, and is tried again."""
+    """What could not be undone, with the reason. It is still noted, and is tried again."""
 
 
 class UndoRegistry:

@@ -14,7 +14,7 @@ from elastic_rl.bench.loop.bare_engines import started
 from elastic_rl.bench.loop.steps import intervals, is_timed
 from elastic_rl.bench.loop.testbed import Testbed
 from elastic_rl.bench.measurement import Row
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, Fault, FaultContext
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, Fault, FaultContext, WrappedFault
 from elastic_rl.faults.injector import FaultPlan
 from elastic_rl.faults.outages import (
     ActorKilled,
@@ -70,36 +70,26 @@ class Outage:
     """When the injector saw that the run had recovered and all engines were there."""
 
 
-class TimedOutage:
+class TimedOutage(WrappedFault):
     """An outage that begins with a step, and notes when it was over."""
 
     def __init__(self, fault: Fault, context: FaultContext, noted: Outage, now: Callable[[], float] = time.time
                  ) -> None:
         """``noted``: where the times are noted."""
-        self.name, self._fault, self._context, self._noted, self._now = fault.name, fault, context, noted, now
-
-    @property
-    def said(self) -> str:
-        return str(getattr(self._fault, "said", ""))
-
-    @property
-    def may_go_unnoticed(self) -> bool:
-        return bool(getattr(self._fault, "may_go_unnoticed", False))
+        super().__init__(fault)
+        self._context, self._noted, self._now = context, noted, now
 
     def inject(self) -> tuple[str, str]:
         first = self._context.step() + _APART_STEPS
         wait_until(lambda: self._context.step() >= first, timeout_s=INJECT_TIMEOUT_S, what="a step", poll_s=0.01)
         self._noted.step, self._noted.began = self._context.step(), self._now()
-        found = self._fault.inject()
+        found = super().inject()
         self._noted.ended = self._now()
         return found
 
-    def detected(self) -> bool:
-        return self._fault.detected()
-
     def healed(self) -> bool:
         """Whether the engines are all there too, so that the next outage begins as this one did."""
-        if not self._fault.healed() or len(self._context.ready()) < self._context.cfg.rollout.engines:
+        if not super().healed() or len(self._context.ready()) < self._context.cfg.rollout.engines:
             return False
         self._noted.healed = self._now()
         return True

@@ -30,7 +30,7 @@ def report(event: Event, revision: int) -> Condition | None:
     """The alert that an event opens, if any. An error opens one in any case, also one of a newer release's kind: no
     error goes unseen."""
     known = event_kinds.find(event.kind)
-    if (known is not None and known.by_state) or event.data.get(event_kinds.TOLD):
+    if (known is not None and known.by_state) or event.data.get(event_kinds.ALREADY_REPORTED):
         return None
     kind = known.alert if known is not None else ""
     if not kind and event.severity is not Severity.ERROR:

@@ -148,7 +148,7 @@ class RunEvents:
 
     def trainer_lost(self, step: int, reason: str, group: str, *, reformed: bool = False) -> None:
         """``group``: name of the trainer group that was lost. ``reformed``: it has formed again since, so that the
-        leader has told of it when it found the ranks replaced."""
+        leader has reported it when it found the ranks replaced."""
         self._lost = {*self._missed(), group}
         log.warning("the group %s was lost at step %d: %s", group, step, reason)
         request = self._read_restart_request(group)
@@ -161,7 +161,7 @@ class RunEvents:
             return
         beats = [m.beat_at for m in members(self._etcd, self._keys, group)]  # a dead rank's until its lease ends
         self._emit(event_kinds.TRAINER_GROUP_EVENTS[group].failed, group, reason, severity=Severity.ERROR, step=step,
-                   **({event_kinds.TOLD: True} if reformed else {}),
+                   **({event_kinds.ALREADY_REPORTED: True} if reformed else {}),
                    **({"detect_s": round(max(0.0, time.time() - min(beats)), 3)} if beats else {}))
 
     def trainers_recovered(self, reformed: Set[str], at_step: int, step: int, version: int) -> None:

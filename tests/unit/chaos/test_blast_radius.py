@@ -43,22 +43,27 @@ def test_last_replica_is_struck_only_where_that_is_allowed(name: str, count: int
     assert (radius.refusal(name, {FAULTS[name].part: count}) == "") is may
 
 
+class Wound:
+    said = ""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.is_healed, self.injected = name, False, 0
+
+    def inject(self) -> tuple[str, str]:
+        self.injected += 1
+        return "e", "seen"
+
+    def detected(self) -> bool:
+        return True
+
+    def healed(self) -> bool:
+        return self.is_healed
+
+
 def test_fault_is_not_injected_once_it_would_take_the_last_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fault:
-        name, said, injected = "engine_killed", "", 0
-
-        def inject(self) -> tuple[str, str]:
-            self.injected += 1
-            return "e", "seen"
-
-        def detected(self) -> bool:
-            return True
-
-        def healed(self) -> bool:
-            return True
-
-    replicas, fault, context = {Part.ENGINES: 2}, Fault(), SimpleNamespace(struck=[])
+    replicas, fault, context = {Part.ENGINES: 2}, Wound("engine_killed"), SimpleNamespace(struck=[])
     monkeypatch.setattr(blast_radius, "replicas_of", lambda of: replicas if of is context else pytest.fail("another"))
+    fault.is_healed = True
     made: Any = guarded(BlastRadius(), context)("engine_killed", fault)  # type: ignore[arg-type]
     assert made.inject() == ("e", "seen") and made.detected() and made.healed() and made.name == "engine_killed"
     replicas[Part.ENGINES] = 1
@@ -99,23 +104,6 @@ def test_every_part_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         router_pid=lambda: 5)
     found = replicas_of(nothing)
     assert found.keys() == {*Part} and (found[Part.RUN], found[Part.RAY], found[Part.API]) == (1, 1, 2)
-
-
-class Wound:
-    said = ""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.is_healed, self.injected = name, False, 0
-
-    def inject(self) -> tuple[str, str]:
-        self.injected += 1
-        return "e", "seen"
-
-    def detected(self) -> bool:
-        return True
-
-    def healed(self) -> bool:
-        return self.is_healed
 
 
 def test_faults_that_are_under_way_do_not_count_on_the_same_replica(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,7 +264,7 @@ def test_restart_event_is_notified_unless_its_fault_has_an_alert() -> None:
 def test_loss_that_the_leader_has_told_of_opens_no_alert() -> None:
     """The loop finds it with its next command, which may be minutes after the end of the leader's own alert."""
     failed = event("trainer.failed", "trainer", Severity.ERROR)
-    assert rules.report(failed, 5) and not rules.report(failed.replace(data={event_kinds.TOLD: True}), 5)
+    assert rules.report(failed, 5) and not rules.report(failed.replace(data={event_kinds.ALREADY_REPORTED: True}), 5)
 
 
 def test_global_restart_alert_is_over_when_the_new_epoch_makes_progress() -> None:

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 from support.budget import seeds
 
-from chaos_tests.sim.cluster import Violation, run
+from chaos_tests.sim.cluster import run
+from chaos_tests.sim.violation import Violation
 
 SEEDS, BATCHES = seeds(20), 2
 

@@ -25,7 +25,7 @@ from elastic_rl.faults.undo import Undo, UndoRegistry
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 
 NOTHING = UndoRegistry(Path("/nonexistent"))
-"""Of a run in which nothing is left to be undone."""
+"""The context of a run in which nothing is left to be undone."""
 
 
 class Etcd:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from support.budget import seeds
 
 from chaos_tests.sim.flow import ASYNC_LIMITS, AsyncWorld
-from chaos_tests.sim.pipeline import Violation, World
+from chaos_tests.sim.pipeline import World
+from chaos_tests.sim.violation import Violation
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.samples import FAILED, TRAINER_REFUSED

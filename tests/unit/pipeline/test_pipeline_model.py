@@ -12,7 +12,8 @@ import pytest
 from support.budget import seeds
 
 from chaos_tests.sim.flow import ASYNC_LIMITS, AsyncWorld
-from chaos_tests.sim.pipeline import LIMITS, PLAN, Violation, World
+from chaos_tests.sim.pipeline import LIMITS, PLAN, World
+from chaos_tests.sim.violation import Violation
 from elastic_rl import config
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet

@@ -97,7 +97,7 @@ def test_loss_that_is_found_when_the_group_is_back_says_that_it_was_told_before(
     told: dict[str, bool] = {}
 
     def emit(kind: EventKind, subject: str, message: str, **data: Any) -> None:
-        told[f"{kind.name} {message}"] = bool(data.get(event_kinds.TOLD))
+        told[f"{kind.name} {message}"] = bool(data.get(event_kinds.ALREADY_REPORTED))
 
     events = RunEvents(EmptyStore([]), Keys("job"), emit)  # type: ignore[arg-type]
     events.trainer_lost(3, "no answer", "trainer")
