@@ -17,7 +17,7 @@ from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine
-from elastic_rl.pipeline.rollout_pool import PoolWatch, behind, describe, in_sync, missing, serves
+from elastic_rl.pipeline.rollout_pool import PoolWatch, behind, describe, in_sync, serves, unserved
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.runtime.abandonable import AbandonableCall, AbandonableCalls, CallRefused
 from elastic_rl.runtime.backoff import doubled_s
@@ -103,13 +103,24 @@ class PoolSync:
         self.first_pull_s, self.limits = first_pull_s, limits
         self.engines: list[Engine] = []
         """The pool's engines, as they were at the last wait."""
+        self._waited_for = 1
+        """The version of the newest wait."""
+        self._unserved = _LostVersion(self)
 
     def no_engine(self) -> str:
-        """Which engines are missing, while none serves; "" also without etcd."""
+        """Which engines are missing, while none serves; "" also without etcd. Call it regularly: the engines that are
+        started meanwhile may be unable to get the newest version, which is published again then. Raises Fenced, and
+        what ``publish_again`` raises."""
         try:
-            return missing(self.etcd, self.keys)
+            found = unserved(self.etcd, self.keys)
         except EtcdUnavailable:
             return ""
+        if found is None:
+            self._unserved.close()
+            self._unserved = _LostVersion(self)
+            return ""
+        self._unserved.publish_again(found, self._waited_for)
+        return describe(found, self._waited_for)
 
     def wait(self, version: int) -> None:
         """Waits until every routable engine serves ``version`` or a newer one. Raises Fenced, and what
@@ -120,7 +131,38 @@ class PoolSync:
 
     def begin(self, version: int, enough: Enough = in_sync) -> VersionWait:
         """A wait that the caller polls."""
+        self._waited_for = version
         return VersionWait(self, version, enough)
+
+
+class _LostVersion:
+    """Has a version published again that engines wait for and nobody has; for one wait for one version. The look
+    whether it is lost goes on beside the wait."""
+
+    def __init__(self, sync: PoolSync) -> None:
+        self._sync, self._republish = sync, Republish(sync.first_pull_s)
+        self._look: AbandonableCall[bool] | None = None
+
+    def publish_again(self, engines: list[Engine], version: int) -> None:
+        """Begins a look when it is time, and publishes when one has found that the version is lost; call it regularly.
+        Raises what ``PoolSync.publish_again`` raises."""
+        now = time.monotonic()
+        if self._republish.is_due(now, behind(engines, version)) and self._look is None:
+            try:
+                self._look = self._sync.looks.begin(self._sync.is_lost)
+            except CallRefused:  # one that an earlier wait began has not ended
+                self._republish.looked(now, lost=False)
+        if self._look is None or not self._look.future.done():
+            return
+        look, self._look = self._look, None
+        lost = look.future.result()
+        self._republish.looked(time.monotonic(), lost=lost)
+        if lost:
+            self._sync.publish_again(version)
+
+    def close(self) -> None:
+        if self._look is not None:
+            self._look.abandon()
 
 
 class VersionWait:
@@ -129,9 +171,7 @@ class VersionWait:
 
     def __init__(self, sync: PoolSync, version: int, enough: Enough) -> None:
         self._sync, self._version, self._enough = sync, version, enough
-        self._republish, self._timeout_s = Republish(sync.first_pull_s), 0.0
-        self._look: AbandonableCall[bool] | None = None
-        """The look whether the version is lost, which goes on beside the wait."""
+        self._lost, self._timeout_s = _LostVersion(sync), 0.0
         self._served_since: float | None = None
         """Monotonic time since which a quorum serves the version, and every engine that takes requests, while others
         still lack it; None before."""
@@ -148,25 +188,10 @@ class VersionWait:
             sync.waits.works()
             return True
         sync.needs(self._version, at_once=now - self._began >= _SAID_AFTER_S)
-        if self._is_lost(now):
-            sync.publish_again(self._version)
+        self._lost.publish_again(sync.engines, self._version)
         sync.waits.waits("engines", describe(sync.engines, self._version))
         self._timeout_s = _LOOK_S
         return False
-
-    def _is_lost(self, now: float) -> bool:
-        """Whether a look has found that the version is lost; begins one when it is time."""
-        if self._republish.is_due(now, behind(self._sync.engines, self._version)) and self._look is None:
-            try:
-                self._look = self._sync.looks.begin(self._sync.is_lost)
-            except CallRefused:  # one that an earlier wait began has not ended
-                self._republish.looked(now, lost=False)
-        if self._look is None or not self._look.future.done():
-            return False
-        look, self._look = self._look, None
-        lost = look.future.result()
-        self._republish.looked(time.monotonic(), lost=lost)
-        return lost
 
     def _others_take_too_long(self, now: float) -> bool:
         """One that hangs in an update, or that no router takes, must not hold up the run: no request reaches it before
@@ -184,6 +209,5 @@ class VersionWait:
         return True
 
     def close(self) -> None:
-        if self._look is not None:
-            self._look.abandon()
+        self._lost.close()
         self._pool.close()

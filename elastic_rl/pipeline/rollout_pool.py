@@ -31,15 +31,15 @@ class PoolWatch:
         self._records.close()
 
 
-def missing(etcd: EtcdClient, keys: Keys) -> str:
-    """Which engines are missing while none is routable, for people; else "". Reads no further than to the first page
-    with one that is."""
+def unserved(etcd: EtcdClient, keys: Keys) -> list[Engine] | None:
+    """The engines of the pool while none of them is routable; else None. Reads no further than to the first page with
+    one that is."""
     found: list[Engine] = []
     for page in etcd.pages(keys.engines_of_pool(ROLLOUT_POOL)):
         found += [engine for engine, _ in readable(page.kvs, Engine) if engine.pool == ROLLOUT_POOL]
         if any(e.state is EngineState.READY for e in found):
-            return ""
-    return describe(found, 1)
+            return None
+    return found
 
 
 def in_sync(found: list[Engine], version: int) -> bool:

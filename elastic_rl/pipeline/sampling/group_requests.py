@@ -77,8 +77,9 @@ class GroupRequests:
                  no_engine: Callable[[], str], on_failed: Callable[[Sequence[int], str], None],
                  running: Callable[[], int] = lambda: 0) -> None:
         """``other``: a prompt to probe with, see ``FaultIsolation.probe``. ``no_engine``: says which engines are
-        missing while none serves; else "". ``on_failed``: called with groups that are dropped, and why; it raises
-        nothing but Fenced. ``running``: see ``groups_at_once``."""
+        missing while none serves; else "". It is called regularly then, and what it raises ends the ``poll``.
+        ``on_failed``: called with groups that are dropped, and why; it raises nothing but Fenced. ``running``: see
+        ``groups_at_once``."""
         self._generate, self._waits, self._other, self._no_engine = generate, waits, other, no_engine
         self._on_failed, self._groups_per_request = on_failed, cfg.groups_per_request
         self._setting = cfg.rollout.generated_by
@@ -131,10 +132,10 @@ class GroupRequests:
                 wait(others, timeout=pause_s)
             elif self.pending:
                 self._waits.pause(pause_s)
+                self._missing_engines()  # what is waited for is said by the request that has failed
             return [], []
         ended, _ = wait([self._news, *others], timeout=timeout_s, return_when=FIRST_COMPLETED)
-        if not ended and time.monotonic() >= self._show_at and (missing := self._no_engine()):
-            self._show_at = time.monotonic() + _SHOW_S
+        if not ended and (missing := self._missing_engines()):
             self._say("engines", missing)  # the requests themselves may wait in the router
         with self._lock:
             self._news = Future()
@@ -145,6 +146,12 @@ class GroupRequests:
             answered += found
             failed += given_up
         return answered, failed
+
+    def _missing_engines(self) -> str:
+        if time.monotonic() < self._show_at or not (missing := self._no_engine()):
+            return ""
+        self._show_at = time.monotonic() + _SHOW_S
+        return missing
 
     def _send_due(self, lane: Lane, now: float) -> None:
         if (probe := self._isolation.probe(lane, lambda number: _Asked(self._other(number), self._min_version))

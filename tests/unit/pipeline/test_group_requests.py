@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import seeds
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.data.samples import GENERATE_FAILED, Group, Prompt, Sample, Segment
@@ -534,3 +535,26 @@ def test_each_group_is_generated_or_dropped_for_its_own_fault(bad: dict[int, boo
         found = loop.groups(16)
     assert [g.ordinal for g in found] == list(range(16))
     assert {g.ordinal for g in found if g.failed} == set(bad)
+
+
+def test_engines_are_looked_for_also_while_each_request_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they lack is published again there: no engine would ever serve."""
+    looks: list[str] = []
+    monkeypatch.setattr("elastic_rl.pipeline.sampling.group_requests._RETRY_S", (0.001, 0.002))
+    monkeypatch.setattr("elastic_rl.pipeline.sampling.group_requests._SHOW_S", 0.0)
+
+    def refused(*_: object) -> list[Answers]:
+        raise RoleUnavailable("the router has no engine")
+
+    def no_engine() -> str:
+        looks.append("there is none")
+        return looks[-1]
+
+    requests = GroupRequests(config.Config(), refused, Waits(lambda *_: None, threading.Event()),
+                             no_engine=no_engine, other=lambda number: _request(-1),
+                             on_failed=lambda ordinals, why: None)
+    try:
+        requests.add([_request(0)], 0)
+        wait_until(lambda: bool(requests.poll(0.01)) and len(looks) >= 3, what="looks")
+    finally:
+        requests.close()

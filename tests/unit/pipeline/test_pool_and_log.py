@@ -121,6 +121,22 @@ def test_version_is_published_again_when_it_is_lost_and_not_when_an_engine_is_sl
     assert pool.published[0] == 5
 
 
+def test_version_that_no_new_engine_can_get_while_samples_are_made_is_published_again(monkeypatch):
+    """The wait for the version was over, with an engine that has ended since."""
+    pool = Watched(monkeypatch, [engine(version=5)])
+    monkeypatch.setattr(pool_sync, "unserved", lambda *_: pool.found if not serves(pool.found, 0) else None)
+    assert pool.wait.poll() and pool.sync.no_engine() == "" and not pool.looks
+    pool.found = [engine(EngineState.SYNCING, version=0).replace(corrupt_version=5)]
+    wait_until(lambda: pool.sync.no_engine() and pool.looks, what="a look at once, which finds nothing lost")
+    assert not pool.published
+    monkeypatch.setattr(pool_sync, "FIRST_S", 0.0)
+    pool.is_lost = True
+    wait_until(lambda: "version 5" in pool.sync.no_engine() and pool.published, what="the publish")
+    assert pool.published[0] == 5
+    pool.found = [engine(version=6)]
+    assert pool.sync.no_engine() == ""
+
+
 def test_wait_goes_on_beside_a_look_whether_the_version_is_lost_and_begins_no_second_one(monkeypatch):
     """A look asks nodes that may not answer: the loop would serve nobody meanwhile, and not end its wait."""
     monkeypatch.setattr(pool_sync, "FIRST_S", 0.0)
