@@ -130,7 +130,7 @@ class SimEngine:
             self.requests.clear()
         elif step in (LeaveStep.DONE, LeaveStep.GIVE_UP):
             if self.requests:
-                raise Violation(f"{self.name} left the pool with {len(self.requests)} requests in flight")
+                raise Violation("I6", f"{self.name} left the pool with {len(self.requests)} requests in flight")
             self.world.counts["left"] += 1
             self.record.delete()
             self.end()
@@ -159,7 +159,8 @@ class SimDriver:
         served = [engine for engine in world.alive if engine.ctx.epoch == world.ray_epoch == world.epoch]
         epoch, generation, adopts = driver_main._begin(self.etcd, ctx, name)
         if served and not adopts and world.ray_epoch == epoch - 1 and not world.epoch_was_ended:
-            raise Violation(f"the driver {name} has begun epoch {epoch}, and ends {len(served)} engines that work")
+            raise Violation("I12", f"the driver {name} has begun epoch {epoch}, and ends {len(served)} engines "
+                                   "that work")
         self.ctx = ctx.model_copy(update={"epoch": epoch, "generation": generation})
         self.writer = FencedWriter.of_driver(self.etcd, KEYS, epoch, generation)
         self.placer = Placer.of(self.ctx, self.etcd)
@@ -171,7 +172,7 @@ class SimDriver:
         world.counts["adopted"] += len(self.engines)
         for engine in self.engines.values():
             if engine.ctx.epoch != epoch:
-                raise Violation(f"a driver of epoch {epoch} adopts {engine.name} of epoch {engine.ctx.epoch}")
+                raise Violation("I1", f"a driver of epoch {epoch} adopts {engine.name} of epoch {engine.ctx.epoch}")
 
     def step(self) -> None:
         """A pass."""
@@ -281,7 +282,7 @@ class EngineWorld:
                     with self.interference.quiet():
                         self._start_driver()
             if (serving := sum(e.life.state is EngineState.READY for e in self.alive)) < self.desired:
-                raise Violation(f"{serving} of {self.desired} engines serve at the end")
+                raise Violation("I6", f"{serving} of {self.desired} engines serve at the end")
         return self.log.end()
 
     def _anything(self) -> None:
@@ -342,10 +343,10 @@ class EngineWorld:
         serving = [engine for engine in self.alive if engine.url in self.router.listed]
         for engine in serving:
             if engine.ctx.epoch != self.router.epoch:
-                raise Violation(f"the router of epoch {self.router.epoch} sends requests to {engine.name} of epoch "
-                                f"{engine.ctx.epoch}")
+                raise Violation("I1", f"the router of epoch {self.router.epoch} sends requests to {engine.name} of "
+                                      f"epoch {engine.ctx.epoch}")
             if not engine.life.version:
-                raise Violation(f"{engine.name} is asked, and no version was verified in it")
+                raise Violation("I4", f"{engine.name} is asked, and no version was verified in it")
         if serving and self.rng.random() < 0.8:
             self.rng.choice(serving).requests.append(self.now + self.rng.uniform(1.0, 10.0))
             self.counts["requests"] += 1
@@ -355,7 +356,7 @@ class EngineWorld:
         if kv.key == KEYS.pool_status(ROLLOUT_POOL):
             by, newest = int(PoolStatus.decode(kv.value).message), self.model.keys[KEYS.driver()].version
             if by != newest:
-                raise Violation(f"driver {by} has written the status of the pool, and driver {newest} had begun")
+                raise Violation("I1", f"driver {by} has written the status of the pool, and driver {newest} had begun")
 
     @contextmanager
     def _ray(self) -> Iterator[None]:

@@ -92,7 +92,7 @@ class AsyncWorld(World):
             self.counts["actor fenced"] += 1
             self.actors.remove(actor)
             if actor.term == self.term:
-                raise Violation("the newest actor ended") from None
+                raise Violation("I11", "the newest actor ended") from None
 
     def produce(self, actor: AsyncActor) -> Iterator[None]:
         while True:
@@ -109,7 +109,8 @@ class AsyncWorld(World):
                 running = [rollout.ordinal for rollout in actor.running if rollout.ordinal in flow.open]
                 self.counts["rollout of a group that a predecessor's step has consumed"] += len(running) <= bound
                 if self.most_open > bound or len(running) > bound:
-                    raise Violation(f"{self.most_open} groups are open and {running} are generated: {bound} may be")
+                    raise Violation("I5", f"{self.most_open} groups are open and {running} are generated: {bound} may "
+                                          "be")
             if not self.engines_up:
                 continue
             for rollout in list(actor.running):

@@ -221,8 +221,10 @@ class World:
             self.counts["command answered from memory"] += 1
             self.answer(command, {"result": earlier})
             return
+        if command.group != str(trainer.group):
+            raise Violation("I1", f"a command to group {command.group} was executed by group {trainer.group}")
         if self.etcd_up and command.term != self.term:
-            raise Violation(f"a command of term {command.term} was executed in term {self.term}")
+            raise Violation("I1", f"a command of term {command.term} was executed in term {self.term}")
         if isinstance(command, Update):
             self.run_update(trainer, command)
         elif isinstance(command, Check):
@@ -237,8 +239,8 @@ class World:
         else:
             assert isinstance(command, ForwardReference)
             if (command.phase, command.step) != (trainer.progress.phase, trainer.progress.step + 1):
-                raise Violation(f"the reference of {command.phase} step {command.step} was asked of a trainer at "
-                                f"{trainer.progress.phase} step {trainer.progress.step}")
+                raise Violation("I5", f"the reference of {command.phase} step {command.step} was asked of a trainer "
+                                      f"at {trainer.progress.phase} step {trainer.progress.step}")
             self.reference_passes += 1
             self.counts["reference pass"] += 1
             self.done(trainer, command, {})
@@ -248,7 +250,7 @@ class World:
         self.refusals += 1
         self.counts["command refused: stale"] += 1
         if not self.trusts_trainer and (known := [v for v in error.versions if v <= trainer.policy_version]):
-            raise Violation(f"{command} has samples of versions {known}, which the actor should have refused")
+            raise Violation("I5", f"{command} has samples of versions {known}, which the actor should have refused")
         self.answer(command, {"error": "stale", "versions": error.versions})
 
     def run_update(self, trainer: Trainer, command: Update) -> None:
@@ -261,10 +263,11 @@ class World:
         now = self.weights()
         for version in meta.get("versions", ()):
             if version not in self.weights_of:
-                raise Violation(f"step {command.step} was trained on samples of version {version}, which there is not")
+                raise Violation("I4", f"step {command.step} was trained on samples of version {version}, which there "
+                                      "is not")
             if (made_by := self.weights_of[version]) != now[:len(made_by)]:
-                raise Violation(f"step {command.step} was trained on samples of version {version}, whose weights the "
-                                "trainer went back from")
+                raise Violation("I5", f"step {command.step} was trained on samples of version {version}, whose weights "
+                                      "the trainer went back from")
         self.counts["samples of several versions"] += len(meta.get("versions", ())) > 1
         self.counts["samples older than the newest version"] += int(meta.get("oldest", 0)) not in (
             0, trainer.policy_version)
@@ -437,7 +440,7 @@ class World:
             trainer.gate.claim(1, actor.term)
         except Fenced:
             if actor.term == self.term:
-                raise Violation("the newest actor was fenced off") from None
+                raise Violation("I11", "the newest actor was fenced off") from None
             raise
         actor.group = trainer.group  # type: ignore[attr-defined]
         p, version, branch = trainer.shown
@@ -454,7 +457,7 @@ class World:
                 return TakenStep(StepGroups.from_groups([queue[o] for o in part.step.ordinals]),
                                  part.step.consumption)
             if (grant := flow.lease()) is None:
-                raise Violation("a step lacks groups, and the flow grants none")
+                raise Violation("I11", "a step lacks groups, and the flow grants none")
             yield from self.fenced_write(actor, lambda: self.leases.update(actor=(actor.term, flow.open)))
             for group, drop in (yield from self.generate(actor, grant.ordinals, grant.min_version)):
                 if flow.finished(group.ordinal, group.versions, drop) and flow.arrived(group.ordinal):
@@ -528,7 +531,7 @@ class World:
                 raise Lost("the trainer refuses the samples")
             if outcome["error"] == "fenced":
                 if actor.term == self.term:
-                    raise Violation("the newest actor was fenced off")
+                    raise Violation("I11", "the newest actor was fenced off")
                 raise Fenced("a newer actor")
             raise Lost("the step does not follow")
 
@@ -578,7 +581,7 @@ class World:
             self.counts["actor fenced"] += 1
             self.actors.remove(actor)
             if actor.term == self.term:
-                raise Violation("the newest actor ended") from None
+                raise Violation("I11", "the newest actor ended") from None
 
     def kill_trainer(self) -> None:
         self.counts["trainer killed"] += 1
@@ -613,7 +616,7 @@ class World:
             self.step()
             self.check_lineage()
         if not self.finished:
-            raise Violation("the job did not finish")
+            raise Violation("I11", "the job did not finish")
         self.check_end()
         return self
 
@@ -621,34 +624,34 @@ class World:
     def check_lineage(self) -> None:
         rl = [e for e in self.executed if e.phase == "rl"]
         if [e.step for e in rl] != list(range(1, len(rl) + 1)):
-            raise Violation(f"steps out of order: {[e.step for e in rl]}")
+            raise Violation("I5", f"steps out of order: {[e.step for e in rl]}")
         if rl and (newest := rl[-1]).oldest_version < newest.version_before - self.limits.max_staleness:
-            raise Violation(f"step {newest.step} was trained on samples of version {newest.oldest_version}, while "
-                            f"{newest.version_before} was out")
+            raise Violation("I5", f"step {newest.step} was trained on samples of version {newest.oldest_version}, "
+                                  f"while {newest.version_before} was out")
 
     def check_end(self) -> None:
         last = self.committed[-1]
         if self.plan.mode == "sft":
             done = [e.step for e in self.executed[:last.lineage] if e.phase == "sft"]
             if last.progress.phase != "sft" or done != list(range(1, self.plan.sft_max_steps + 1)):
-                raise Violation(f"the job ended at {last.progress.phase} step {last.progress.step} after {done}")
+                raise Violation("I11", f"the job ended at {last.progress.phase} step {last.progress.step} after {done}")
             if last.policy_version < 1:
-                raise Violation("the policy was not published")
+                raise Violation("I11", "the policy was not published")
             return
         if last.progress.phase != "rl" or last.progress.step != self.plan.steps:
-            raise Violation(f"the job ended at {last.progress.phase} step {last.progress.step}")
+            raise Violation("I11", f"the job ended at {last.progress.phase} step {last.progress.step}")
         rl = [e for e in self.executed[:last.lineage] if e.phase == "rl"]
         counted = Counter(g for e in rl for g in (*e.trained, *e.dropped))
         if any(n > 1 for n in counted.values()):
-            raise Violation(f"consumed twice: {[g for g, n in counted.items() if n > 1]}")
+            raise Violation("I5", f"consumed twice: {[g for g, n in counted.items() if n > 1]}")
         if sorted(counted) != list(range(len(counted))):
-            raise Violation(f"groups were skipped: {sorted(set(range(max(counted) + 1)) - set(counted))}")
+            raise Violation("I5", f"groups were skipped: {sorted(set(range(max(counted) + 1)) - set(counted))}")
         if any(len(e.trained) != self.plan.groups_per_step for e in rl):
-            raise Violation("a step was trained on too few groups")
+            raise Violation("I5", "a step was trained on too few groups")
         found = audit([(c.progress.step, c.progress.consumed) for c in self.committed if c.progress.phase == "rl"],
                       groups_per_step=self.plan.groups_per_step)
         if not found.clean:
-            raise Violation(f"the audit is not clean: {found}")
+            raise Violation("I5", f"the audit is not clean: {found}")
         if self.trainer.progress.consumed.groups != IntervalSet.from_values(
                 g for e in rl for g in (*e.trained, *e.dropped)):
-            raise Violation("the state disagrees with what was executed")
+            raise Violation("I5", "the state disagrees with what was executed")

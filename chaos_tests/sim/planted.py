@@ -1,9 +1,9 @@
 """Bugs that are planted into the product, each of which must be caught: the check of the checks.
 
 A planted bug takes one guard of the product away, never one of the world. It is caught by a rule that the world looks
-at while it runs, or by the validators of real runs, which are given the event log that the world writes: these have to
-name the rule that the bug breaks. Where a bug is no longer caught, either the guard has become useless, or the checks
-do not see any more what they are there for.
+at while it runs, or by the validators of real runs, which are given the event log that the world writes. Either has to
+name the rule that the bug breaks: another one, an error of the product or one of the bug itself is no catch. Where a
+bug is no longer caught, either the guard has become useless, or the checks do not see any more what they are there for.
 """
 
 from __future__ import annotations
@@ -57,6 +57,14 @@ class Caught:
 
 
 @dataclass(frozen=True)
+class Missed:
+    """No run has broken the rule of the bug. ``instead``: what went wrong first in its place; "" where nothing did."""
+
+    tries: int
+    instead: str
+
+
+@dataclass(frozen=True)
 class Planted:
     """``rule``: that of docs/architecture.md which the bug breaks."""
 
@@ -73,21 +81,26 @@ class Planted:
         """Inside, the product has the bug."""
         return patched(self.plant)
 
-    def caught(self, seeds: int) -> Caught | None:
-        """The first run that breaks a rule: that of ``seed``, or of so many further ones; None where none does."""
+    def tried(self, seeds: int) -> Caught | Missed:
+        """The first run that breaks the rule of the bug: that of ``seed``, or of so many further ones."""
+        instead = ""
         with self.planted():
             for tries, seed in enumerate([self.seed, *range(seeds)], 1):
-                if why := self._why(seed):
-                    return Caught(seed, tries, why)
-        return None
+                found = self.broken(seed)
+                if self.rule in found:
+                    return Caught(seed, tries, found[self.rule])
+                instead = instead or next((f"seed {seed}: {why}" for why in found.values()), "")
+        return Missed(1 + seeds, instead)
 
-    def _why(self, seed: int) -> str:
-        """How the run of a seed breaks a rule; "" where it does not."""
+    def broken(self, seed: int) -> dict[str, str]:
+        """Rule → how the run of a seed breaks it; of "", how the run has failed otherwise."""
         if self.by is Check.WORLD:
             found = next(failures([self.world], [seed]))
-            return found.why if found is not None and found.of_a_rule else ""
-        verdict = next((v for v in violated(self.world, seed) if v.rule == self.rule), None)
-        return str(verdict.violations[0]) if verdict is not None else ""
+            return {found.rule: found.why} if found is not None else {}
+        try:
+            return {verdict.rule: str(verdict.violations[0]) for verdict in violated(self.world, seed)}
+        except Exception as e:  # the bug may make the product raise anything
+            return {"": f"{type(e).__name__}: {e}"}
 
 
 def _without_step_check(patch: Patch) -> None:
