@@ -59,6 +59,8 @@ CALM_FROM, CALM_UNTIL, QUIET_AT, END = 20.0, 52.0, 70.0, 125.0
 """Between the first two no fault begins, and some of those before last on. From the third on nothing fails."""
 CARRIED_OUT_S = 22.0
 """An assignment is carried out within so many seconds without a new fault, while a healthy host and replica live."""
+CHECK_S = 0.4
+"""Pause between two looks at all hosts."""
 ENDED_S = 6.0
 """A process of an older generation has ended when its host's agent has been healthy for so long."""
 
@@ -166,6 +168,8 @@ class ClusterWorld(ElectionWorld):
         """Which incarnation of which host wrote under each generation."""
         self._missing: dict[str, float] = {}
         """Since when each singleton that is wanted has not been carried out."""
+        self._away: dict[str, float] = {}
+        """Since when each host that is not registered was seen not to be."""
         self._steps: dict[str, int] = {}
         """Steps that each job takes."""
         self.etcd_away_until = 0.0
@@ -268,10 +272,13 @@ class ClusterWorld(ElectionWorld):
         if before is not None and before.phase is after.phase and before.incarnation == after.incarnation:
             return
         if (before.phase if before else None, after.phase) not in _HOST_EDGES:
-            self._fail("I13", f"host {name} went from {before and before.phase} to {after.phase}")
+            self._fail("I1", f"host {name} went from {before and before.phase} to {after.phase}")
         registered = KEYS.host(name) in self.etcd.keys
         if after.phase in (HostPhase.SUSPECTED, HostPhase.LOST) and registered:
             self._fail("I14", f"host {name} is {after.phase} and registered")
+        away_s = self.now - self._away.get(name, self.now)
+        if after.phase is HostPhase.LOST and away_s < TIMES.lost_s / (1 + CLOCK_ERROR) - CHECK_S:
+            self._fail("I14", f"host {name} is lost {away_s:.1f} s after it was registered")
         if self.now > QUIET_AT + 30:
             self._fail("I14", f"host {name} became {after.phase} without a cause")
         drain = self._spec(name).drain
@@ -319,12 +326,12 @@ class ClusterWorld(ElectionWorld):
         phase = None if before is None or again else before.phase
         self.counts[f"job {after.phase}"] += phase is not after.phase
         if phase is not after.phase and (phase, after.phase) not in _JOB_EDGES:
-            self._fail("I13", f"job {name} went from {phase} to {after.phase}")
+            self._fail("I11", f"job {name} went from {phase} to {after.phase}")
         live = [n for n in self._jobs() if (state := self._job_state(n)) is not None and state.phase.live]
         if len(live) > self.parallel:
-            self._fail("I13", f"jobs {live} are live at once")
+            self._fail("I11", f"jobs {live} are live at once")
         if after.phase is JobPhase.FINISHED and self._run_phase(name, after.submission) is not after.phase:
-            self._fail("I13", f"job {name} is finished, its driver did not say so")
+            self._fail("I11", f"job {name} is finished, its driver did not say so")
 
     # -- hosts ---------------------------------------------------------------------------------------------------------
     def _host(self, name: str) -> SimHost | None:
@@ -736,7 +743,9 @@ class ClusterWorld(ElectionWorld):
 
     def _check(self) -> Process:
         while True:
-            yield 0.4
+            yield CHECK_S
+            self._away = {host.name: self._away.get(host.name, self.now) for host in self.hosts
+                          if KEYS.host(host.name) not in self.etcd.keys}
             for host in self.hosts:
                 for process in host.alive:
                     self._check_over(host, process)

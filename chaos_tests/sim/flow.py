@@ -53,9 +53,10 @@ class AsyncWorld(World):
     without it."""
 
     def __init__(self, seed: int, limits: FlowLimits = ASYNC_LIMITS, *, loses: bool = True,
-                 turns: Callable[[int], int] | None = None, lies: float = 0.0, trusts_trainer: bool = False) -> None:
+                 turns: Callable[[int], int] | None = None, lies: float = 0.0, trusts_trainer: bool = False,
+                 state_every: int = 2, deaths: int = 0) -> None:
         super().__init__(seed, replace(PLAN, steps=limits.steps, groups_per_step=limits.groups_per_step), limits,
-                         lies=lies, trusts_trainer=trusts_trainer)
+                         lies=lies, trusts_trainer=trusts_trainer, state_every=state_every, deaths=deaths)
         self.loses = loses
         self.turns = turns or (lambda ordinal: self.random.randint(0, 12))
         self.generated: list[int] = []

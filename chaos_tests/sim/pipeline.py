@@ -56,7 +56,6 @@ KINDS = frozenset({
 """What can happen in each of these worlds."""
 RL_KINDS = KINDS | {"effect BeginRl", "effect Evaluate", "effect Take", "effect Train",
                     "lost: the step does not follow", "publish without etcd", "trainer killed while it publishes"}
-STATE_EVERY = 2
 MAX_EVENTS = 20_000
 
 
@@ -129,14 +128,18 @@ class World:
     step's batch before it trains. ``lies``: how often those who generate say a wrong version of a sample (0 to 1).
     ``trusts_trainer``: whether the actor may leave it to the trainer to refuse samples that it knows to be stale.
     ``poison``: groups that the trainer cannot compute with. ``stops``: how often the operator stops the run, which is
-    then resumed: everything of it has ended meanwhile."""
+    then resumed: everything of it has ended meanwhile. ``state_every``: RL steps after which the trainer's state is
+    committed, so that those since are undone by its loss. ``deaths``: how often the trainer dies beside what else
+    fails."""
 
     def __init__(self, seed: int, plan: RunPlan = PLAN, limits: FlowLimits = LIMITS, *, asks_reference: bool = False,
-                 lies: float = 0.0, trusts_trainer: bool = False, poison: Collection[int] = (), stops: int = 0) -> None:
+                 lies: float = 0.0, trusts_trainer: bool = False, poison: Collection[int] = (), stops: int = 0,
+                 state_every: int = 2, deaths: int = 0) -> None:
         self.counts: Counter[str] = Counter()
         """How often each of ``KINDS`` has happened."""
         self.lies, self.trusts_trainer, self.refusals = lies, trusts_trainer, 0
-        self.poison, self.refused = poison, 0
+        self.poison, self.refused, self.state_every = poison, 0, state_every
+        self.deaths_left = deaths
         self.random, self.plan, self.limits, self.asks_reference = random.Random(seed), plan, limits, asks_reference
         self.reference_passes = 0
         self.forgets = random.Random(f"forgets {seed}")
@@ -221,8 +224,7 @@ class World:
             self.counts["command answered from memory"] += 1
             self.answer(command, {"result": earlier})
             return
-        if command.group != str(trainer.group):
-            raise Violation("I1", f"a command to group {command.group} was executed by group {trainer.group}")
+        self._require_own(trainer, command)
         if self.etcd_up and command.term != self.term:
             raise Violation("I1", f"a command of term {command.term} was executed in term {self.term}")
         if isinstance(command, Update):
@@ -245,8 +247,13 @@ class World:
             self.counts["reference pass"] += 1
             self.done(trainer, command, {})
 
+    def _require_own(self, trainer: Trainer, command: Command) -> None:
+        if command.group != str(trainer.group):
+            raise Violation("I1", f"a command to group {command.group} was taken by group {trainer.group}")
+
     def refuse(self, trainer: Trainer, command: Command, error: StaleSamples) -> None:
         """The actor knows all that the rule goes by but the newest version."""
+        self._require_own(trainer, command)
         self.refusals += 1
         self.counts["command refused: stale"] += 1
         if not self.trusts_trainer and (known := [v for v in error.versions if v <= trainer.policy_version]):
@@ -289,7 +296,7 @@ class World:
             return
         self.number(trainer)
         trainer.publishing = None
-        if trainer.progress.step % STATE_EVERY == 0:
+        if trainer.progress.step % self.state_every == 0:
             self.commit(trainer)
         self.done(trainer, command, {"policy_version": trainer.policy_version})
 
@@ -310,7 +317,7 @@ class World:
     def answer(self, command: Command, outcome: dict[str, Any]) -> None:
         self.trainer.pending.discard(command.id)
         self.trainer.results[command.id] = outcome
-        if self.forgets.random() < 0.02:  # the real service keeps a number of results; the gate knows the last one
+        if self.forgets.random() < 0.1:  # the real service keeps a number of results; the gate knows the last one
             self.counts["results forgotten"] += 1
             self.trainer.results.clear()
 
@@ -555,6 +562,9 @@ class World:
             self.stops_left -= 1
             self.counts["stop asked"] += 1
             self.stop_asked = True
+        if self.deaths_left and self.trainer.progress.step and self.random.random() < 0.03:
+            self.deaths_left -= 1
+            self.kill_trainer()
         chance = self.random.random()
         if chance < 0.05:
             self.etcd_up = self.engines_up = True
@@ -587,6 +597,8 @@ class World:
         self.counts["trainer killed"] += 1
         self.counts["trainer killed before its first state"] += not self.committed
         self.counts["trainer killed while it publishes"] += self.trainer.publishing is not None
+        # What it was sent and has not executed is still on its way, and reaches the group that forms in its place.
+        self.network += [(self.trainer.group, command) for command in self.trainer.queue]
         self.trainer = self.form_group()
 
     def kill_actor(self) -> None:
@@ -622,9 +634,10 @@ class World:
 
     # -- what must hold ---------------------------------------------------------------------------------------------
     def check_lineage(self) -> None:
-        rl = [e for e in self.executed if e.phase == "rl"]
-        if [e.step for e in rl] != list(range(1, len(rl) + 1)):
-            raise Violation("I5", f"steps out of order: {[e.step for e in rl]}")
+        sft, rl = ([e for e in self.executed if e.phase == phase] for phase in ("sft", "rl"))
+        for made in (sft, rl):
+            if [e.step for e in made] != list(range(1, len(made) + 1)):
+                raise Violation("I5", f"steps out of order: {made[0].phase} {[e.step for e in made]}")
         if rl and (newest := rl[-1]).oldest_version < newest.version_before - self.limits.max_staleness:
             raise Violation("I5", f"step {newest.step} was trained on samples of version {newest.oldest_version}, "
                                   f"while {newest.version_before} was out")

@@ -27,7 +27,8 @@ from elastic_rl.coordinator.election.protocol import ElectionProtocol
 from elastic_rl.coordinator.hosts import state_machine as hosts
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
-from elastic_rl.data.ledger import GroupLedger
+from elastic_rl.data.ledger import ConsumedGroups, GroupLedger
+from elastic_rl.data.staleness import StalenessRule
 from elastic_rl.etcd.cluster_records import Assignment, HostPhase
 from elastic_rl.etcd.transaction import Compare, Op
 from elastic_rl.host.agent import duties
@@ -104,11 +105,14 @@ class Planted:
 
 
 def _without_step_check(patch: Patch) -> None:
-    def admit(self: Any, command: Any, now: Any, rule: Any = None) -> Any:
-        self.claim(command.epoch, command.term)
-        return self._last[1] if self._last is not None and self._last[0] == command.id else None
+    admit = commands.WriterGate.admit
 
-    patch.setattr(commands.WriterGate, "admit", admit)
+    def whatever_is_next(self: Any, command: Any, now: Any, rule: Any = None) -> Any:
+        if isinstance(command, commands.TrainCommand):
+            now = now.replace(phase=command.phase, step=command.step - 1, consumed=ConsumedGroups())
+        return admit(self, command, now, rule)
+
+    patch.setattr(commands.WriterGate, "admit", whatever_is_next)
 
 
 def _without_term_check(patch: Patch) -> None:
@@ -166,26 +170,17 @@ def _any_version_will_do(patch: Patch) -> None:
     patch.setattr(GroupFlow, "has_stale", False)
 
 
-def _resumed_with_the_version_before(patch: Patch) -> None:
+def _resumed_with_the_first_version(patch: Patch) -> None:
     resume = GroupFlow.resume
     patch.setattr(GroupFlow, "resume", lambda self, step, version, *more: resume(
-        self, step, max(0, version - 1), *more))
-
-
-def _without_check(choose: Any) -> Any:
-    def with_any(self: Any) -> Any:
-        limits, self.limits = self.limits, replace(self.limits, max_staleness=1000)
-        try:
-            return choose(self)
-        finally:
-            self.limits = limits
-
-    return with_any
+        self, step, min(1, version), *more))
 
 
 def _any_staleness(patch: Patch) -> None:
-    patch.setattr(GroupFlow, "take_stale", lambda self: [])
-    patch.setattr(GroupFlow, "choose", _without_check(GroupFlow.choose))
+    """The one rule, by which the flow chooses and the trainer refuses."""
+    refused = StalenessRule.refused
+    patch.setattr(StalenessRule, "refused", lambda self, versions: refused(
+        replace(self, max_staleness=1000), versions))
 
 
 def _leases_without_bound(patch: Patch) -> None:
@@ -202,7 +197,14 @@ def _leases_without_bound(patch: Patch) -> None:
 
 
 def _lost_groups_are_forgotten(patch: Patch) -> None:
-    patch.setattr(GroupLedger, "release", lambda self, ordinal, **how: None)
+    release = GroupLedger.release
+
+    def and_forget(self: Any, ordinal: int, **how: Any) -> None:
+        release(self, ordinal, **how)
+        self._consumed |= IntervalSet.from_values([ordinal])
+        self._find_free()
+
+    patch.setattr(GroupLedger, "release", and_forget)
 
 
 def _consumed_groups_stay_in_the_flow(patch: Patch) -> None:
@@ -226,12 +228,6 @@ def _groups_dropped_during_a_step_are_forgotten(patch: Patch) -> None:
 
 def _groups_of_abandoned_weights_are_as_new_as_their_number(patch: Patch) -> None:
     patch.setattr(Branch, "abandoned", lambda self, versions: False)
-
-
-def _no_self_fence(patch: Patch) -> None:
-    why_over = duties._why_over
-    patch.setattr(duties, "_why_over", lambda service, now, lease, known, times: why_over(
-        service, now, AgentLease(now), known, times))
 
 
 def _self_fence_too_late(patch: Patch) -> None:
@@ -346,34 +342,37 @@ def _suspected_hosts_are_lost_at_once(patch: Patch) -> None:
 
 
 PLANTED: tuple[Planted, ...] = (
-    Planted("without-step-check", "steps", "I5", "the trainer makes any step that it is sent", _without_step_check, 9),
+    Planted("without-step-check", "steps-poison", "I5", "the trainer makes any step that it is sent",
+            _without_step_check, 8),
     Planted("without-term-check", "steps", "I1",
             "the trainer takes commands of an actor that was replaced", _without_term_check, 2),
-    Planted("without-group-check", "steps", "I1",
-            "the trainer takes commands for the group before it", _without_group_check, 9),
+    Planted("without-group-check", "async", "I1",
+            "the trainer takes commands for the group before it", _without_group_check),
     Planted("consumed-not-stored", "steps", "I5",
             "the trainer's state has no groups that were trained on", _consumed_not_stored),
     Planted("ledger-starts-behind-what-was-consumed", "steps", "I5",
             "the ledger skips a group at a resume", _ledger_starts_behind_what_was_consumed),
     Planted("dropped-groups-are-forgotten", "steps", "I5",
             "dropped groups are on no record", _dropped_groups_are_forgotten),
-    Planted("state-is-not-saved-at-the-end", "steps", "I7",
+    Planted("state-is-not-saved-at-the-end", "steps", "I11",
             "the state is not saved at the end of the run", _state_is_not_saved_at_the_end),
-    Planted("any-version-will-do", "steps", "I5", "min_version of a request is not checked", _any_version_will_do),
-    Planted("resumed-with-the-version-before", "steps", "I5",
-            "an actor resumes with the version before that of the trainer", _resumed_with_the_version_before, 22),
-    Planted("any-staleness", "async", "I5", "groups of any age are trained on", _any_staleness, 3),
+    Planted("any-version-will-do", "steps", "I5", "the actor sends the trainer samples of any age",
+            _any_version_will_do),
+    Planted("resumed-with-the-first-version", "async", "I5",
+            "an actor resumes with the first version, and not that of the trainer",
+            _resumed_with_the_first_version, 17),
+    Planted("any-staleness", "async", "I5", "groups of any age are trained on", _any_staleness, 2),
     Planted("leases-without-bound", "async", "I5",
             "a step more is generated ahead than the staleness allows", _leases_without_bound),
     Planted("lost-groups-are-forgotten", "async", "I5",
-            "the ledger forgets a group that was lost", _lost_groups_are_forgotten),
-    Planted("consumed-groups-stay-in-the-flow", "async", "I5",
-            "groups that were trained on are trained on again after a resume", _consumed_groups_stay_in_the_flow, 8),
+            "a group that the queue has lost is not generated again", _lost_groups_are_forgotten),
+    Planted("consumed-groups-stay-in-the-flow", "async", "I11",
+            "an actor that resumes sends groups again and again that were trained on, which the trainer refuses",
+            _consumed_groups_stay_in_the_flow, 1),
     Planted("groups-dropped-during-a-step-are-forgotten", "async", "I5",
-            "groups that were dropped during a step are on no record", _groups_dropped_during_a_step_are_forgotten, 2),
+            "groups that were dropped during a step are on no record", _groups_dropped_during_a_step_are_forgotten, 1),
     Planted("groups-of-abandoned-weights-are-as-new-as-their-number", "async", "I5",
-            "samples of abandoned weights are trained on", _groups_of_abandoned_weights_are_as_new_as_their_number, 62),
-    Planted("no-self-fence", "cluster", "I1", "an agent without its lease keeps its singletons", _no_self_fence, 1),
+            "samples of abandoned weights are trained on", _groups_of_abandoned_weights_are_as_new_as_their_number, 1),
     Planted("self-fence-too-late", "cluster", "I1",
             "an agent without its lease ends its singletons too late", _self_fence_too_late, 1),
     Planted("leader-ignores-incarnations", "cluster", "I12",
@@ -392,20 +391,20 @@ PLANTED: tuple[Planted, ...] = (
             "a replica that was replaced writes as the leader", _leader_writes_without_its_guard, 2),
     Planted("recorded-deliveries-are-sent-again", "alerts", "I9",
             "a new leader repeats an alert that was delivered", _recorded_deliveries_are_sent_again, 1),
-    Planted("adoption-by-name", "cluster", "I1",
-            "a restarted agent adopts a service of an older generation", _adoption_by_name, 1),
+    Planted("adoption-by-name", "cluster", "I8",
+            "a restarted agent keeps a service of an older generation", _adoption_by_name, 1),
     Planted("restarted-agent-ends-what-runs", "cluster", "I12",
             "a restarted agent ends what runs", _restarted_agent_ends_what_runs, 1),
     Planted("singletons-move-to-idle-hosts", "cluster", "I14",
             "a driver that works is moved to a host that has less to do", _singletons_move_to_idle_hosts),
-    Planted("hosts-of-a-stale-reading", "cluster", "I1",
-            "the leader judges hosts by a stale reading", _hosts_of_a_stale_reading, 9),
-    Planted("jobs-of-a-stale-reading", "cluster", "I1",
+    Planted("hosts-of-a-stale-reading", "cluster", "I12",
+            "the leader gives a singleton to a host that is gone, by a stale reading", _hosts_of_a_stale_reading, 9),
+    Planted("jobs-of-a-stale-reading", "cluster", "I11",
             "the leader writes the states of jobs by a stale reading", _jobs_of_a_stale_reading, 1),
     Planted("lost-hosts-that-return-are-ready", "cluster", "I1",
             "a lost host that returns has not given up what it held", _lost_hosts_that_return_are_ready),
     Planted("suspected-hosts-are-lost-at-once", "cluster", "I14",
-            "a host that is slow for a moment is lost", _suspected_hosts_are_lost_at_once, 30),
+            "a host that is away for a moment is lost", _suspected_hosts_are_lost_at_once),
     Planted("checksum-unchecked", "versions", "I2", "a reader does not compare the digest of what it was sent",
             of_versions.checksum_unchecked, 16),
     Planted("pins-are-not-read", "versions", "I3", "the garbage collector does not read the pins",
@@ -414,7 +413,7 @@ PLANTED: tuple[Planted, ...] = (
             of_versions.formation_ignored, 1),
     Planted("stale-driver-writes", "engines", "I1", "a driver writes although another has begun",
             of_versions.stale_driver_writes),
-    Planted("take-over-raises-the-epoch", "engines", "I14", "a driver that takes over ends all engines",
+    Planted("take-over-raises-the-epoch", "engines", "I12", "a driver that takes over ends all engines",
             of_versions.take_over_raises_the_epoch),
     Planted("engines-of-any-epoch-are-adopted", "engines", "I1", "a driver adopts the engine of another epoch",
             of_versions.engines_of_any_epoch_are_adopted),

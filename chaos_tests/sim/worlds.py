@@ -75,7 +75,8 @@ WORLDS: Mapping[str, SimWorld] = {
                                                    "stop in the middle of an effect"}),
     "steps-liars": SimWorld("engines that say versions they do not have", _liars, pipeline.RL_KINDS | _LIES),
     "async": SimWorld("a run whose groups are generated beside the steps", lambda seed: AsyncWorld(
-        seed, replace(ASYNC_LIMITS, max_staleness=seed % 4)).run(), flow.KINDS | _QUEUE_READ_BY_RANKS),
+        seed, replace(ASYNC_LIMITS, max_staleness=seed % 4), state_every=2 + seed % 3, deaths=seed % 2 * 6).run(),
+        flow.KINDS | _QUEUE_READ_BY_RANKS),
     "async-parts": SimWorld("the same, with steps that are trained in parts", lambda seed: AsyncWorld(
         seed, replace(ASYNC_LIMITS, max_staleness=seed % 2, groups_per_part=1 + seed % 2)).run(),
         flow.KINDS | {"part of a step"}),
