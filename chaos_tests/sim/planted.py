@@ -30,6 +30,7 @@ from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import ConsumedGroups, GroupLedger
 from elastic_rl.data.staleness import StalenessRule
 from elastic_rl.etcd.cluster_records import Assignment, HostPhase
+from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.transaction import Compare, Op
 from elastic_rl.host.agent import duties
 from elastic_rl.host.agent.duties import AgentLease
@@ -77,6 +78,8 @@ class Planted:
     seed: int = 0
     """The seed that is tried first, since it has caught the bug."""
     by: Check = Check.WORLD
+    says: str = ""
+    """Part of what the check has to say, where the rule may be broken in other ways too."""
 
     def planted(self) -> AbstractContextManager[None]:
         """Inside, the product has the bug."""
@@ -94,14 +97,21 @@ class Planted:
         return Missed(1 + seeds, instead)
 
     def broken(self, seed: int) -> dict[str, str]:
-        """Rule → how the run of a seed breaks it; of "", how the run has failed otherwise."""
+        """Rule → how the run of a seed breaks it; of "", what else has gone wrong in it."""
+        out = dict[str, str]()
+        for rule, why in self._found(seed):
+            out.setdefault(rule if rule != self.rule or self.says in why else "", why)
+        return out
+
+    def _found(self, seed: int) -> list[tuple[str, str]]:
         if self.by is Check.WORLD:
-            found = next(failures([self.world], [seed]))
-            return {found.rule: found.why} if found is not None else {}
+            failure = next(failures([self.world], [seed]))
+            return [(failure.rule, failure.why)] if failure is not None else []
         try:
-            return {verdict.rule: str(verdict.violations[0]) for verdict in violated(self.world, seed)}
+            return [(verdict.rule, str(violation)) for verdict in violated(self.world, seed)
+                    for violation in verdict.violations]
         except Exception as e:  # the bug may make the product raise anything
-            return {"": f"{type(e).__name__}: {e}"}
+            return [("", f"{type(e).__name__}: {e}")]
 
 
 def _without_step_check(patch: Patch) -> None:
@@ -138,6 +148,25 @@ def _ledger_starts_behind_what_was_consumed(patch: Patch) -> None:
     init = GroupLedger.__init__
     patch.setattr(GroupLedger, "__init__", lambda self, consumed, *more: init(
         self, type(consumed)(((0, consumed.stop + 1),)), *more))
+
+
+def _consumed_does_not_grow(patch: Patch) -> None:
+    patch.setattr(ConsumedGroups, "add", lambda self, new: self)
+
+
+def _consumed_not_restored(patch: Patch) -> None:
+    from_json = progress.Progress.from_json
+    patch.setattr(progress.Progress, "from_json", lambda value: from_json({**value, "consumed": {}}))
+
+
+def _consumed_again(patch: Patch) -> None:
+    """Neither the actor nor the trainer goes by what was trained on."""
+    _consumed_groups_stay_in_the_flow(patch)
+    patch.setattr(ConsumedGroups, "check", lambda self, new: None)
+
+
+def _term_is_no_token(patch: Patch) -> None:
+    patch.setattr(FencedWriter, "of_term", lambda etcd, keys, epoch, term: FencedWriter.of_epoch(etcd, keys, epoch))
 
 
 def _dropped_groups_are_forgotten(patch: Patch) -> None:
@@ -446,5 +475,19 @@ PLANTED: tuple[Planted, ...] = (
             _leader_writes_without_its_guard, 2, by=Check.LOG),
     Planted("delivered-alert-is-repeated", "alerts", "I9", "a new leader repeats an alert that was delivered",
             _recorded_deliveries_are_sent_again, 1, by=Check.LOG),
+    Planted("groups-are-trained-on-again", "async", "I5", "after a resume nobody goes by what was trained on",
+            _consumed_again, 1, by=Check.LOG, says="was trained on in step"),
+    Planted("consumed-not-restored", "steps", "I5", "the trainer comes back without the groups that it was trained on",
+            _consumed_not_restored, by=Check.LOG, says="lacks the groups"),
+    Planted("consumed-does-not-grow", "steps", "I5", "the set of groups that were trained on stays as it is",
+            _consumed_does_not_grow, by=Check.LOG, says="groups_lost"),
+    Planted("dropped-groups-are-on-no-record", "steps", "I5", "dropped groups are on no record",
+            _dropped_groups_are_forgotten, by=Check.LOG, says="dropped on the record"),
+    Planted("lost-groups-are-on-no-record", "async", "I5", "a group that the queue has lost is not generated again",
+            _lost_groups_are_forgotten, by=Check.LOG, says="groups_lost"),
+    Planted("staleness-without-bound", "async", "I5", "groups of any age are trained on",
+            _any_staleness, 1, by=Check.LOG, says="staleness"),
+    Planted("term-is-no-token", "steps", "I5", "an actor that was replaced leases groups",
+            _term_is_no_token, by=Check.LOG, says="was written under term"),
 )
 assert all(bug.world in (LOGS if bug.by is Check.LOG else WORLDS) for bug in PLANTED)
