@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from chaos_tests.sim.election import CALL_KINDS, TTL_S, ElectionWorld, Node, Process, Replica
+from chaos_tests.sim.election import CALL_KINDS, TTL_S, ElectionWorld, Model, Node, Process, Replica
 from chaos_tests.sim.violation import Violation
 from elastic_rl.coordinator import cluster_pass
 from elastic_rl.coordinator.assignments.state_machine import AssignmentLimits
@@ -159,8 +159,9 @@ class SimHost:
 class ClusterWorld(ElectionWorld):
     """Runs a cluster until ``END``; everything is healed at ``QUIET_AT``."""
 
-    def __init__(self, seed: int, parallel: int = 1) -> None:
+    def __init__(self, seed: int, parallel: int = 1, etcd: Model | None = None) -> None:
         super().__init__(seed, QUIET_AT, KEYS.leader_prefix())
+        self.etcd = etcd or self.etcd
         self.limits, self.parallel = LIMITS, parallel
         self.disturbed_at = 0.0
         self._pids = itertools.count(1)
@@ -803,6 +804,12 @@ KINDS = CALL_KINDS | frozenset(_FAULTS) | {f"host {phase}" for phase in HostPhas
     f"job {phase}" for phase in JobPhase} | {
     "adopted", "fenced", "host spec cordon", "host spec drain", "host spec of nothing", "leases lost", "moves", "over",
     "refused", "self-fenced", "starts", "stopped by the operator", "stops", "submitted again", "taken back"}
+
+
 def run(seed: int) -> ClusterWorld:
     """The world of a seed after its run. Raises Violation where a rule was broken."""
-    return ClusterWorld(seed, parallel=4 if seed % 5 == 4 else 3).run()
+    return ClusterWorld(seed, parallel_jobs(seed)).run()
+
+
+def parallel_jobs(seed: int) -> int:
+    return 4 if seed % 5 == 4 else 3

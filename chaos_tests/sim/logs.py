@@ -4,11 +4,13 @@ independent observer sees in etcd, the faults, and what receivers of alerts get.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.sim import alerts, election
+from chaos_tests.sim import alerts, cluster, election
 from chaos_tests.sim.alerts import Died, MemoryEtcd
 from chaos_tests.sim.store import Log, ObservedModel
+from chaos_tests.sim.violation import Violation
 from chaos_tests.sim.worlds import function_of
 from chaos_tests.validate.attribution import AFTER_S
 from chaos_tests.validate.judge import judge
@@ -26,6 +28,15 @@ def _election(seed: int) -> list[Event]:
     world = election.Simulation(seed, replicas=2 + seed % 3, quiet_at=election.QUIET_AT_S, etcd=ObservedModel(log))
     log.clock = lambda: world.now
     world.run(election.END_S)
+    return log.end()
+
+
+def _cluster(seed: int) -> list[Event]:
+    log = Log("cluster", seed, cluster=cluster.KEYS.cluster)
+    world = cluster.ClusterWorld(seed, cluster.parallel_jobs(seed), ObservedModel(log))
+    log.clock = lambda: world.now
+    with suppress(Violation):
+        world.run()
     return log.end()
 
 
@@ -93,7 +104,7 @@ def _alerts(seed: int) -> list[Event]:
 
 
 LOGS: Mapping[str, Callable[[int], list[Event]]] = {
-    "election": _election, "alerts": _alerts, "versions": function_of("catalog", "log"),
+    "election": _election, "cluster": _cluster, "alerts": _alerts, "versions": function_of("catalog", "log"),
     "engines": function_of("engines", "log"), "steps": function_of("step_log", "steps"),
     "async": function_of("step_log", "beside_steps")}
 """The log of a run of a seed, by the name of its world."""

@@ -25,13 +25,17 @@ from elastic_rl.coordinator.assignments import state_machine as assignments
 from elastic_rl.coordinator.cluster_pass import ClusterWrite
 from elastic_rl.coordinator.election.protocol import ElectionProtocol
 from elastic_rl.coordinator.hosts import state_machine as hosts
+from elastic_rl.coordinator.operations import state_machine as operations
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import ConsumedGroups, GroupLedger
 from elastic_rl.data.staleness import StalenessRule
+from elastic_rl.driver import plan as driver_plan
 from elastic_rl.etcd.cluster_records import Assignment, HostPhase
 from elastic_rl.etcd.fencing import FencedWriter
+from elastic_rl.etcd.records import OperationState
 from elastic_rl.etcd.transaction import Compare, Op
+from elastic_rl.host import job_spec
 from elastic_rl.host.agent import duties
 from elastic_rl.host.agent.duties import AgentLease
 from elastic_rl.pipeline import schedule
@@ -167,6 +171,21 @@ def _consumed_again(patch: Patch) -> None:
 
 def _term_is_no_token(patch: Patch) -> None:
     patch.setattr(FencedWriter, "of_term", lambda etcd, keys, epoch, term: FencedWriter.of_epoch(etcd, keys, epoch))
+
+
+def _settings_are_replaced(patch: Patch) -> None:
+    read = job_spec.read
+    patch.setattr(job_spec, "read", lambda *asked: replace(read(*asked), committed=False))
+
+
+def _ended_operations_go_on(patch: Patch) -> None:
+    advance = operations.advance
+    patch.setattr(operations, "advance", lambda op, *more: advance(op.replace(state=OperationState.RUNNING), *more))
+
+
+def _one_engine_too_few(patch: Patch) -> None:
+    plan = driver_plan.plan
+    patch.setattr(driver_plan, "plan", lambda desired, *more, **limits: plan(desired - 1, *more, **limits))
 
 
 def _dropped_groups_are_forgotten(patch: Patch) -> None:
@@ -489,5 +508,15 @@ PLANTED: tuple[Planted, ...] = (
             _any_staleness, 1, by=Check.LOG, says="staleness"),
     Planted("term-is-no-token", "steps", "I5", "an actor that was replaced leases groups",
             _term_is_no_token, by=Check.LOG, says="was written under term"),
+    Planted("settings-of-a-job-that-has-begun-are-replaced", "steps", "I13",
+            "a start replaces the settings of a job that has versions", _settings_are_replaced, by=Check.LOG),
+    Planted("assignments-are-deleted", "cluster", "I1", "the generation of an assignment begins again at 1",
+            _released_assignments_are_deleted, by=Check.LOG),
+    Planted("ended-jobs-go-on", "cluster", "I11", "the leader writes the states of jobs by a stale reading",
+            _jobs_of_a_stale_reading, 1, by=Check.LOG),
+    Planted("ended-operations-go-on", "engines", "I10", "an operation that has ended is followed, and ends again",
+            _ended_operations_go_on, by=Check.LOG),
+    Planted("one-engine-too-few", "engines", "I6", "a pool is content with one engine fewer than it is to have",
+            _one_engine_too_few, by=Check.LOG),
 )
 assert all(bug.world in (LOGS if bug.by is Check.LOG else WORLDS) for bug in PLANTED)

@@ -16,17 +16,18 @@ from chaos_tests.sim.flow import ASYNC_LIMITS, AsyncWorld
 from chaos_tests.sim.pipeline import LIMITS, PLAN, Recorder, World
 from chaos_tests.sim.store import Log, ObservedModel, SimClient
 from chaos_tests.sim.violation import Violation
-from elastic_rl.config import Stream
+from elastic_rl.config import Config, Stream
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.dcs.catalog.reads import list_versions
 from elastic_rl.dcs.catalog.writer import PendingCommit, StreamWriter, commit_together
-from elastic_rl.errors import Fenced
+from elastic_rl.errors import ConfigError, Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, Formation, GroupLease, ReplicaSets
 from elastic_rl.etcd.transaction import Op
+from elastic_rl.host import job_spec
 from elastic_rl.pipeline.flow.group_flow import FlowLimits
 from elastic_rl.pipeline.records.reporting import log_step, step_metrics
 from elastic_rl.pipeline.records.run_events import PRODUCER
@@ -62,6 +63,14 @@ class StepLog(Recorder):
         self.node = DcsNode(id=NODE, host="h", port=1, pid=1, arena_path="a", arena_bytes=1 << 20)
         self.etcd.put(KEYS.dcs_node(NODE), self.node.encode())
         self._lease = self.etcd.keepalive(0).id
+        self._start_job(seed)
+
+    def _start_job(self, seed: int) -> None:
+        """What a start of the job does with the settings that it is given."""
+        cfg, decided = Config(job=KEYS.job, seed=seed), job_spec.read(self.etcd, KEYS)
+        with suppress(ConfigError):
+            job_spec.require_same(cfg, decided)
+            job_spec.record(self.etcd, KEYS, cfg, decided)
 
     def _line(self, line: bytes) -> None:
         record = json.loads(line)
@@ -94,6 +103,8 @@ class StepLog(Recorder):
 
     # -- the actor -----------------------------------------------------------------------------------------------------
     def term_began(self, term: int) -> None:
+        if self.etcd.get(KEYS.stream_head(Stream.POLICY)) is not None:  # before, it may decide on others
+            self._start_job(self._seed + term)
         fencing.begin_term(self.etcd, KEYS, EPOCH, f"actor{term}")
         self._terms[term] = JobStatusWriter(
             self.etcd, KEYS, self._writer(term), steps=self._limits.steps, seed=self._seed, clock=lambda: self._now)

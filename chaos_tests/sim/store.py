@@ -147,6 +147,9 @@ class SimClient(EtcdClient):
             elif op.kind == "get_prefix":
                 yield from sorted(self.model.range(op.key), key=lambda kv: kv.key)
 
+    def count(self, prefix: str) -> int:
+        return len(self.range(prefix)[0])
+
     def grant(self, ttl_s: int) -> int:
         self.reach()
         return self.model.grant(self._now())
