@@ -70,12 +70,12 @@ class SimEngine:
         self.url, self.incarnation = f"http://{name}", f"{name}-{ctx.epoch}"
         self.etcd = SimClient(world.model, lambda: world.now, world.interference)
         self.record = EngineRecord(ctx, self.etcd, name, self.incarnation)
-        self.life, self.departure = EngineLifecycle(), None
+        self.life = EngineLifecycle()
+        self.departure: Departure | None = None
         self.started_at, self.ends_at = world.now, float("inf")
         self.requests = list[float]()
         """When each ends that is in flight."""
         self.has_record = self.told_to_drain = self.ended = False
-        self.departure: Departure | None
 
     def step(self) -> None:
         """A pass of the runner. One whose epoch is over, or that was replaced, ends."""

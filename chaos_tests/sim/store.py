@@ -147,8 +147,8 @@ class SimClient(EtcdClient):
             elif op.kind == "get_prefix":
                 yield from sorted(self.model.range(op.key), key=lambda kv: kv.key)
 
-    def count(self, prefix: str) -> int:
-        return len(self.range(prefix)[0])
+    def count(self, prefix: str, *, after: str = "", before: str = "") -> int:
+        return sum(kv.key > after and (not before or kv.key < before) for kv in self.range(prefix)[0])
 
     def grant(self, ttl_s: int) -> int:
         self.reach()
