@@ -16,7 +16,8 @@ from chaos_tests.sim.logs import LOGS, violated
 from chaos_tests.sim.patch import Patch
 from chaos_tests.sim.planted import PLANTED, Caught, Check, Missed, Planted
 from chaos_tests.sim.worlds import WORLDS, failures
-from chaos_tests.validate.verdict import RULES
+from chaos_tests.validate.judge import judge
+from chaos_tests.validate.verdict import RULES, State
 from elastic_rl.coordinator.election.protocol import ElectionProtocol
 from elastic_rl.dcs.catalog.writer import StreamWriter
 from elastic_rl.driver.placement import Placer
@@ -39,6 +40,13 @@ def test_world_finds_nothing_without_a_planted_bug(world: str) -> None:
 @pytest.mark.parametrize("world", LOGS)
 def test_validators_find_nothing_in_a_log_without_a_planted_bug(world: str) -> None:
     assert [str(verdict.violations[0]) for seed in range(seeds(4)) for verdict in violated(world, seed)] == []
+
+
+@pytest.mark.parametrize("world", LOGS)
+def test_log_without_a_planted_bug_shows_that_the_rules_of_its_bugs_are_kept(world: str) -> None:
+    state = {verdict.rule: verdict.state for verdict in judge(LOGS[world](3))}
+    of_bugs = {bug.rule for bug in PLANTED if bug.by is Check.LOG and bug.world == world}
+    assert of_bugs and {state[rule] for rule in of_bugs} == {State.KEPT}
 
 
 @pytest.mark.parametrize("world", LOGS)
