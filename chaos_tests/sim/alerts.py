@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from chaos_tests.sim.violation import Violation
 from elastic_rl.config import AlertConfig, Config
 from elastic_rl.coordinator.alerts import rules
 from elastic_rl.coordinator.alerts.controller import AlertController
@@ -391,8 +392,8 @@ _EPISODE_S = 14.0
 
 
 def run(seed: int) -> AlertSimulation:
-    """Faults come and go while leaders and receivers fail; raises AssertionError where a notice is missing, comes in a
-    wrong order, or passes the rate limit."""
+    """Faults come and go while leaders and receivers fail; raises Violation where a notice is missing, comes in a wrong
+    order, or passes the rate limit."""
     sim = make(seed)
     play(sim, sim.rng.choice([60, 200]))
     check_order_and_rate(sim)
@@ -460,20 +461,28 @@ def check_order_and_rate(sim: AlertSimulation) -> None:
             first.setdefault((i, delivered.receiver, delivered.phase), n)
     for (i, receiver, phase), at in first.items():
         if phase is Phase.RESOLVED:
-            assert first.get((i, receiver, Phase.FIRING), at) < at, f"{receiver} got the end of {i} before its start"
+            _require(first.get((i, receiver, Phase.FIRING), at) < at, f"{receiver} got the end of {i} before its start")
     window = WINDOW_S - 2 * SKEW_S
     for times in sim.attempts.values():
         for k in range(len(times) - sim.per_minute):
-            assert times[k + sim.per_minute] - times[k] > window - 1.0, "the rate limit was exceeded"
+            _require(times[k + sim.per_minute] - times[k] > window - 1.0, "the rate limit was exceeded")
 
 
 def check_all_delivered(sim: AlertSimulation) -> None:
     """Each episode of each fault is one alert, and its audience got the start and the end of each alert: once, and once
     more only where the answer of the receiver was lost."""
-    assert sim.settled, "something is still pending"
-    assert not sim.repeated, f"what was delivered is sent again: {sim.repeated}"
+    _require(sim.settled, "something is still pending")
+    _require(not sim.repeated, f"what was delivered is sent again: {sim.repeated}")
     kinds = Counter(a.subject for a in sim.opened.values())
-    assert kinds == {f.subject: f.episodes for f in sim.faults if f.episodes}
+    faults = {f.subject: f.episodes for f in sim.faults if f.episodes}
+    _require(kinds == faults, f"alerts of {dict(kinds)} for faults of {faults}")
     delivered = {(i, d.receiver, d.phase) for d in sim.delivered for i in d.alerts}
-    assert delivered == {(a.id, r, p) for a in sim.opened.values() for r in audience(sim, a)
-                    for p in (Phase.FIRING, Phase.RESOLVED)}
+    wanted = {(a.id, r, p) for a in sim.opened.values() for r in audience(sim, a)
+              for p in (Phase.FIRING, Phase.RESOLVED)}
+    _require(delivered == wanted, f"delivered and not wanted, or the reverse: {sorted(delivered ^ wanted)[:3]}")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    """Every rule of this world is that of alerts, I9."""
+    if not holds:
+        raise Violation("I9", otherwise)

@@ -317,7 +317,7 @@ class CatalogWorld:
         self.collector.sweep([])
         reader = self._pin(None)
         if reader is None or reader.version.number != version.number:
-            raise Violation(f"version {version.number} was published, and is not the head")
+            raise Violation("I3", f"version {version.number} was published, and is not the head")
         self._read(reader)
 
     # -- what happens --------------------------------------------------------------------------------------------------
@@ -446,11 +446,12 @@ class CatalogWorld:
             found = {entry.name: reader.tensor(entry) for entry in manifest.tensors}
         except ChunkMissing as e:
             if is_pinned() and version.number not in self.damaged:
-                raise Violation(f"a reader that pins version {version.number} does not get it: {e.message}") from e
+                raise Violation("I3", f"a reader that pins version {version.number} does not get it: "
+                                      f"{e.message}") from e
             raise
         content = int(version.meta["content"])
         if found != {name: weights(content, name) for name in ("t0", "t1")}:
-            raise Violation(f"a reader got other bytes than those of version {version.number}")
+            raise Violation("I2", f"a reader got other bytes than those of version {version.number}")
         self.counts["read"] += 1
 
     def sent(self, data: memoryview) -> memoryview:
@@ -468,15 +469,15 @@ class CatalogWorld:
         version = Version.decode(kv.value)
         if kv.version == 1:
             if version.number <= self._highest:
-                raise Violation(f"number {version.number} was taken twice")
+                raise Violation("I3", f"number {version.number} was taken twice")
             self._highest = version.number
         now = {"epoch": self.model.keys[KEYS.epoch()].version,
                "formation": self.model.keys[KEYS.formation(GROUP)].version}
         if kv.version == 1 or version.state is VersionState.COMMITTED:
             for what, number in now.items():
                 if version.meta[what] not in (0, number):
-                    raise Violation(f"version {version.number} became {version.state} for {what} "
-                                    f"{version.meta[what]} in {what} {number}")
+                    raise Violation("I1", f"version {version.number} became {version.state} for {what} "
+                                          f"{version.meta[what]} in {what} {number}")
 
 
 def run(seed: int) -> CatalogWorld:

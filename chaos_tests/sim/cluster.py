@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from chaos_tests.sim.election import CALL_KINDS, TTL_S, ElectionWorld, Node, Process, Replica
+from chaos_tests.sim.election import CALL_KINDS, TTL_S, ElectionWorld, Model, Node, Process, Replica
 from chaos_tests.sim.violation import Violation
 from elastic_rl.coordinator import cluster_pass
 from elastic_rl.coordinator.assignments.state_machine import AssignmentLimits
@@ -59,6 +59,8 @@ CALM_FROM, CALM_UNTIL, QUIET_AT, END = 20.0, 52.0, 70.0, 125.0
 """Between the first two no fault begins, and some of those before last on. From the third on nothing fails."""
 CARRIED_OUT_S = 22.0
 """An assignment is carried out within so many seconds without a new fault, while a healthy host and replica live."""
+CHECK_S = 0.4
+"""Pause between two looks at all hosts."""
 ENDED_S = 6.0
 """A process of an older generation has ended when its host's agent has been healthy for so long."""
 
@@ -157,8 +159,9 @@ class SimHost:
 class ClusterWorld(ElectionWorld):
     """Runs a cluster until ``END``; everything is healed at ``QUIET_AT``."""
 
-    def __init__(self, seed: int, parallel: int = 1) -> None:
+    def __init__(self, seed: int, parallel: int = 1, etcd: Model | None = None) -> None:
         super().__init__(seed, QUIET_AT, KEYS.leader_prefix())
+        self.etcd = etcd or self.etcd
         self.limits, self.parallel = LIMITS, parallel
         self.disturbed_at = 0.0
         self._pids = itertools.count(1)
@@ -166,6 +169,8 @@ class ClusterWorld(ElectionWorld):
         """Which incarnation of which host wrote under each generation."""
         self._missing: dict[str, float] = {}
         """Since when each singleton that is wanted has not been carried out."""
+        self._away: dict[str, float] = {}
+        """Since when each host that is not registered was seen not to be."""
         self._steps: dict[str, int] = {}
         """Steps that each job takes."""
         self.etcd_away_until = 0.0
@@ -187,14 +192,14 @@ class ClusterWorld(ElectionWorld):
         for name in self._jobs():
             state = self._job_state(name)
             if state is None or not state.phase.ended:
-                raise Violation(f"job {name} is {state} at the end")
+                raise Violation("I11", f"job {name} is {state} at the end")
         return self
 
     def _rate(self) -> float:
         return self.rng.uniform(1 - CLOCK_ERROR, 1 + CLOCK_ERROR)
 
-    def _fail(self, what: str) -> None:
-        raise Violation(f"{self.now:.2f} s: {what}")
+    def _fail(self, rule: str, what: str) -> None:
+        raise Violation(rule, f"{self.now:.2f} s: {what}")
 
     # -- coordinators --------------------------------------------------------------------------------------------------
     def _start_replica(self, name: str) -> Replica:
@@ -258,7 +263,7 @@ class ClusterWorld(ElectionWorld):
         first = leading(self.etcd.range(self.candidates))
         written = self.etcd.txn(compares, list(ops))
         if written and (first is None or first.key != self.candidates + r.name):
-            self._fail(f"{r.name} wrote {ops[0].key} while {first.key if first else 'nobody'} led")
+            self._fail("I1", f"{r.name} wrote {ops[0].key} while {first.key if first else 'nobody'} led")
         return written
 
     # -- rules about what leaders write --------------------------------------------------------------------------------
@@ -268,26 +273,29 @@ class ClusterWorld(ElectionWorld):
         if before is not None and before.phase is after.phase and before.incarnation == after.incarnation:
             return
         if (before.phase if before else None, after.phase) not in _HOST_EDGES:
-            self._fail(f"host {name} went from {before and before.phase} to {after.phase}")
+            self._fail("I1", f"host {name} went from {before and before.phase} to {after.phase}")
         registered = KEYS.host(name) in self.etcd.keys
         if after.phase in (HostPhase.SUSPECTED, HostPhase.LOST) and registered:
-            self._fail(f"host {name} is {after.phase} and registered")
+            self._fail("I14", f"host {name} is {after.phase} and registered")
+        away_s = self.now - self._away.get(name, self.now)
+        if after.phase is HostPhase.LOST and away_s < TIMES.lost_s / (1 + CLOCK_ERROR) - CHECK_S:
+            self._fail("I14", f"host {name} is lost {away_s:.1f} s after it was registered")
         if self.now > QUIET_AT + 30:
-            self._fail(f"host {name} became {after.phase} without a cause")
+            self._fail("I14", f"host {name} became {after.phase} without a cause")
         drain = self._spec(name).drain
         if after.phase in (HostPhase.DRAINING, HostPhase.LEFT) and drain is not None and drain.incarnation not in (
                 "", after.incarnation):
-            self._fail(f"host {name} is {after.phase} for the notice of {drain.incarnation}")
+            self._fail("I14", f"host {name} is {after.phase} for the notice of {drain.incarnation}")
 
     def _assignment_written(self, key: str, before: Assignment, after: Assignment) -> None:
         name = key.removeprefix(KEYS.assignments_prefix())
         self.counts["moves"] += bool(before.host and after.host)
         if before.host and after.host and self.now > QUIET_AT + 40:
-            self._fail(f"{name} was moved without a cause: {after.reason}")
+            self._fail("I14", f"{name} was moved without a cause: {after.reason}")
         if len(after.failed) > 1 and after.failed[:-1] == before.failed[-len(after.failed) + 1:]:
             gap_s = after.failed[-1].at_s - after.failed[-2].at_s
             if gap_s < self.limits.assignments.move_backoff_initial_s:
-                self._fail(f"{name} was moved again {gap_s:.1f} s after a failure")
+                self._fail("I10", f"{name} was moved again {gap_s:.1f} s after a failure")
         if after.host:
             self._new_holder_fits(name, after)
         host = self._host(before.host)
@@ -297,10 +305,10 @@ class ClusterWorld(ElectionWorld):
     def _new_holder_fits(self, name: str, after: Assignment) -> None:
         spec = self._spec(after.host)
         if spec.cordoned or spec.drain is not None and spec.drain.incarnation in ("", after.incarnation):
-            self._fail(f"{name} was assigned to {after.host}, which takes nothing more")
+            self._fail("I12", f"{name} was assigned to {after.host}, which takes nothing more")
         registered = self.etcd.keys.get(KEYS.host(after.host))
         if registered is None or _decoded(Host, registered.value).incarnation != after.incarnation:
-            self._fail(f"{name} was assigned to {after.incarnation}, which is not registered")
+            self._fail("I12", f"{name} was assigned to {after.incarnation}, which is not registered")
 
     def _older_is_fenced(self, name: str, host: SimHost) -> None:
         """An agent that ran all the time has ended what its host, which was lost, held."""
@@ -310,7 +318,8 @@ class ClusterWorld(ElectionWorld):
         self.counts["self-fenced"] += 1
         for process in host.alive:
             if process.name == name:
-                self._fail(f"{name} was assigned elsewhere while generation {process.generation} runs on {host.name}")
+                self._fail("I1", f"{name} was assigned elsewhere while generation {process.generation} runs on "
+                                 f"{host.name}")
 
     def _job_written(self, key: str, before: JobState | None, after: JobState) -> None:
         name = key.removeprefix(KEYS.job_states_prefix())
@@ -318,12 +327,12 @@ class ClusterWorld(ElectionWorld):
         phase = None if before is None or again else before.phase
         self.counts[f"job {after.phase}"] += phase is not after.phase
         if phase is not after.phase and (phase, after.phase) not in _JOB_EDGES:
-            self._fail(f"job {name} went from {phase} to {after.phase}")
+            self._fail("I11", f"job {name} went from {phase} to {after.phase}")
         live = [n for n in self._jobs() if (state := self._job_state(n)) is not None and state.phase.live]
         if len(live) > self.parallel:
-            self._fail(f"jobs {live} are live at once")
+            self._fail("I11", f"jobs {live} are live at once")
         if after.phase is JobPhase.FINISHED and self._run_phase(name, after.submission) is not after.phase:
-            self._fail(f"job {name} is finished, its driver did not say so")
+            self._fail("I11", f"job {name} is finished, its driver did not say so")
 
     # -- hosts ---------------------------------------------------------------------------------------------------------
     def _host(self, name: str) -> SimHost | None:
@@ -451,7 +460,7 @@ class ClusterWorld(ElectionWorld):
                         agent.adopted |= {p.pid for p in host.alive if (p.name, p.generation) == (name, generation)}
                     case Start(name, generation, arguments):
                         if generation < host.newest.get(name, 0):
-                            self._fail(f"{host.name} starts generation {generation} of {name} after it saw "
+                            self._fail("I1", f"{host.name} starts generation {generation} of {name} after it saw "
                                        f"{host.newest[name]}")
                         yield 0.02  # it may be stopped between the decision and the start
                         self._start(host, agent, name, generation, dict(arguments))
@@ -497,16 +506,16 @@ class ClusterWorld(ElectionWorld):
         beside = [p for h in self.hosts for p in h.alive if p.name == name and (
             h is host or p.generation == generation)]
         if beside:
-            self._fail(f"{name} of generation {generation} was started on {host.name} beside generation "
+            self._fail("I1", f"{name} of generation {generation} was started on {host.name} beside generation "
                        f"{beside[0].generation} on {beside[0].host and beside[0].host.name}")
         lost = self._host_phase(host.name) is HostPhase.LOST and KEYS.host(host.name) not in self.etcd.keys
         if lost and agent.disturbed_at < self.now - 2 * TTL_S:
-            self._fail(f"{name} was started on {host.name}, which is lost")
+            self._fail("I1", f"{name} was started on {host.name}, which is lost")
         assigned = self.etcd.keys.get(KEYS.assignment(name))
         if assigned is not None and assigned.version == generation:
             now = _decoded(Assignment, assigned.value)
             if (now.host, now.incarnation) != (host.name, host.incarnation):
-                self._fail(f"{name} of generation {generation} was started on {host.incarnation}, for {now}")
+                self._fail("I1", f"{name} of generation {generation} was started on {host.incarnation}, for {now}")
         process = SimProcess(name, host.rate, cut_until=host.cut_until, pid=next(self._pids), host=host,
                              incarnation=host.incarnation, generation=generation, arguments=arguments)
         host.processes.append(process)
@@ -522,7 +531,7 @@ class ClusterWorld(ElectionWorld):
         assigned = self.etcd.keys.get(KEYS.assignment(name))
         if (assigned is not None and assigned.version == generation
                 and not agent.lease.ended(self._clock(agent), TIMES)):
-            self._fail(f"{name} was stopped on {host.name}, which holds it")
+            self._fail("I12", f"{name} was stopped on {host.name}, which holds it")
         for process in host.alive:
             if (process.name, process.generation) == (name, generation) and not process.ending:
                 process.ending = True
@@ -582,7 +591,8 @@ class ClusterWorld(ElectionWorld):
             return 0
         holder = self._effects.setdefault((process.name, process.generation), process.incarnation)
         if holder != process.incarnation:
-            self._fail(f"{holder} and {process.incarnation} wrote as generation {process.generation} of {process.name}")
+            self._fail("I1", f"{holder} and {process.incarnation} wrote as generation {process.generation} of "
+                                 f"{process.name}")
         return written
 
     # -- the operator --------------------------------------------------------------------------------------------------
@@ -734,7 +744,9 @@ class ClusterWorld(ElectionWorld):
 
     def _check(self) -> Process:
         while True:
-            yield 0.4
+            yield CHECK_S
+            self._away = {host.name: self._away.get(host.name, self.now) for host in self.hosts
+                          if KEYS.host(host.name) not in self.etcd.keys}
             for host in self.hosts:
                 for process in host.alive:
                     self._check_over(host, process)
@@ -749,7 +761,7 @@ class ClusterWorld(ElectionWorld):
             process.over_since = self.now
             self.counts["over"] += 1
         elif self.now - process.over_since > ENDED_S + (6.0 if self.now < QUIET_AT else 0.0):  # a late message
-            self._fail(f"generation {process.generation} of {process.name} still runs on {host.name}")
+            self._fail("I8", f"generation {process.generation} of {process.name} still runs on {host.name}")
 
     def _check_carried_out(self) -> None:
         spared = [h for h in self.hosts if h.name in self.spared or self.now > QUIET_AT]
@@ -763,7 +775,7 @@ class ClusterWorld(ElectionWorld):
         for name, since in self._missing.items():
             if self.now - max(since, self.disturbed_at) > CARRIED_OUT_S:
                 held = self.etcd.keys.get(KEYS.assignment(name))
-                self._fail(f"{name} is not carried out: {held}")
+                self._fail("I12", f"{name} is not carried out: {held}")
 
     def _wants_driver(self, name: str) -> bool:
         state = self._job_state(name)
@@ -792,6 +804,12 @@ KINDS = CALL_KINDS | frozenset(_FAULTS) | {f"host {phase}" for phase in HostPhas
     f"job {phase}" for phase in JobPhase} | {
     "adopted", "fenced", "host spec cordon", "host spec drain", "host spec of nothing", "leases lost", "moves", "over",
     "refused", "self-fenced", "starts", "stopped by the operator", "stops", "submitted again", "taken back"}
+
+
 def run(seed: int) -> ClusterWorld:
     """The world of a seed after its run. Raises Violation where a rule was broken."""
-    return ClusterWorld(seed, parallel=4 if seed % 5 == 4 else 3).run()
+    return ClusterWorld(seed, parallel_jobs(seed)).run()
+
+
+def parallel_jobs(seed: int) -> int:
+    return 4 if seed % 5 == 4 else 3

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from chaos_tests.sim.violation import Violation
 from elastic_rl.coordinator.election.protocol import Campaign, ElectionProtocol, ReadCandidates, Wait, leading
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.transaction import Compare, KeyValue, Op
@@ -322,11 +323,14 @@ QUIET_AT_S, END_S = 24.0, 44.0
 
 
 def run(seed: int) -> History:
-    """Raises AssertionError where a stale leader wrote, or where there is no one leader at the end, when nothing has
+    """Raises Violation where a stale leader wrote, or where there is no one leader at the end, when nothing has
     failed for a while."""
     seen = Simulation(seed, replicas=2 + seed % 3, quiet_at=QUIET_AT_S).run(END_S)
-    assert seen.faults == [], seen.faults[0]
-    assert any(at > END_S - 2 * TTL_S for at, _, _ in seen.applied), "there was no leader at the end"
+    if seen.faults:
+        raise Violation("I1", seen.faults[0])
+    if all(at <= END_S - 2 * TTL_S for at, _, _ in seen.applied):
+        raise Violation("I12", "there was no leader at the end")
     after = {term for at, _, term in seen.applied if at > QUIET_AT_S + 4 * TTL_S}
-    assert len(after) == 1, f"the leader changed without a cause: {after}"
+    if len(after) != 1:
+        raise Violation("I14", f"the leader changed without a cause: {after}")
     return seen

@@ -15,17 +15,22 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 from chaos_tests.event_log import Event
 from chaos_tests.sim.store import Interference, Log, ObservedModel, SimClient
 from chaos_tests.sim.violation import Violation
+from chaos_tests.validate.running import RECOVERY_S
 from elastic_rl.config import ROLLOUT_POOL, Config
+from elastic_rl.coordinator.election.election import Election
+from elastic_rl.coordinator.operations.controller import OperationController
+from elastic_rl.coordinator.operations.service import OperationService
+from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.driver import __main__ as driver_main
 from elastic_rl.driver import placement
+from elastic_rl.driver import plan as driver_plan
 from elastic_rl.driver.placement import Placer
-from elastic_rl.driver.plan import Running, plan
 from elastic_rl.driver.routing import Routes, Unconfirmed, compare
 from elastic_rl.engine.departure import Departure, LeaveStep
 from elastic_rl.engine.lifecycle import EngineLifecycle
@@ -33,14 +38,14 @@ from elastic_rl.engine.record import EngineRecord
 from elastic_rl.errors import Conflict, Fenced, IllegalTransition
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.cluster_records import Assignment, JobPhase, RunStatus, driver_of
-from elastic_rl.etcd.decoding import decode_bytes
+from elastic_rl.etcd.decoding import R, decode_bytes
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import ClusterKeys, Keys
-from elastic_rl.etcd.records import Engine, EngineState, PoolStatus
+from elastic_rl.etcd.records import Engine, EngineState, Operation, PoolSpec, PoolStatus
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.etcd.transaction import KeyValue, Op
+from elastic_rl.etcd.transaction import Compare, KeyValue, Op
 
-JOB, CLUSTER = "j", "c"
+JOB, CLUSTER, LEADER = "j", "c", "r0"
 KEYS, CLUSTER_KEYS = Keys(JOB), ClusterKeys(CLUSTER)
 CONFIG = Config(job=JOB, cluster=CLUSTER)
 KIND = f"engines/{ROLLOUT_POOL}"
@@ -65,12 +70,12 @@ class SimEngine:
         self.url, self.incarnation = f"http://{name}", f"{name}-{ctx.epoch}"
         self.etcd = SimClient(world.model, lambda: world.now, world.interference)
         self.record = EngineRecord(ctx, self.etcd, name, self.incarnation)
-        self.life, self.departure = EngineLifecycle(), None
+        self.life = EngineLifecycle()
+        self.departure: Departure | None = None
         self.started_at, self.ends_at = world.now, float("inf")
         self.requests = list[float]()
         """When each ends that is in flight."""
         self.has_record = self.told_to_drain = self.ended = False
-        self.departure: Departure | None
 
     def step(self) -> None:
         """A pass of the runner. One whose epoch is over, or that was replaced, ends."""
@@ -130,7 +135,7 @@ class SimEngine:
             self.requests.clear()
         elif step in (LeaveStep.DONE, LeaveStep.GIVE_UP):
             if self.requests:
-                raise Violation(f"{self.name} left the pool with {len(self.requests)} requests in flight")
+                raise Violation("I6", f"{self.name} left the pool with {len(self.requests)} requests in flight")
             self.world.counts["left"] += 1
             self.record.delete()
             self.end()
@@ -159,7 +164,8 @@ class SimDriver:
         served = [engine for engine in world.alive if engine.ctx.epoch == world.ray_epoch == world.epoch]
         epoch, generation, adopts = driver_main._begin(self.etcd, ctx, name)
         if served and not adopts and world.ray_epoch == epoch - 1 and not world.epoch_was_ended:
-            raise Violation(f"the driver {name} has begun epoch {epoch}, and ends {len(served)} engines that work")
+            raise Violation("I12", f"the driver {name} has begun epoch {epoch}, and ends {len(served)} engines "
+                                   "that work")
         self.ctx = ctx.model_copy(update={"epoch": epoch, "generation": generation})
         self.writer = FencedWriter.of_driver(self.etcd, KEYS, epoch, generation)
         self.placer = Placer.of(self.ctx, self.etcd)
@@ -171,7 +177,7 @@ class SimDriver:
         world.counts["adopted"] += len(self.engines)
         for engine in self.engines.values():
             if engine.ctx.epoch != epoch:
-                raise Violation(f"a driver of epoch {epoch} adopts {engine.name} of epoch {engine.ctx.epoch}")
+                raise Violation("I1", f"a driver of epoch {epoch} adopts {engine.name} of epoch {engine.ctx.epoch}")
 
     def step(self) -> None:
         """A pass."""
@@ -203,15 +209,17 @@ class SimDriver:
             if name not in self.engines and record.epoch < self.ctx.epoch:
                 self.writer.write(Op.delete(KEYS.engine(name)))
         self._plan(records)
-        status = PoolStatus(name=ROLLOUT_POOL, ready=len(self.engines), starting=0, draining=0,
+        states = Counter(records[name].state for name in self.engines if name in records)
+        status = PoolStatus(name=ROLLOUT_POOL, ready=states[EngineState.READY], draining=states[EngineState.DRAINING],
+                            starting=len(self.engines) - states[EngineState.READY] - states[EngineState.DRAINING],
                             message=str(self.ctx.generation))
         self.writer.write(Op.put(KEYS.pool_status(ROLLOUT_POOL), status.encode()))
 
     def _plan(self, records: dict[str, Engine]) -> None:
-        running = [Running(name, EngineState.DRAINING if engine.told_to_drain else records[name].state
+        running = [driver_plan.Running(name, EngineState.DRAINING if engine.told_to_drain else records[name].state
                            if name in records else EngineState.STARTING, engine.started_at)
                    for name, engine in self.engines.items()]
-        todo = plan(self.world.desired, running, may_start=2)
+        todo = driver_plan.plan(self.world.desired, running, may_start=2)
         for _ in range(todo.start):
             name = f"{ROLLOUT_POOL}-{self.world.next_number()}"
             engine = SimEngine(self.world, self.ctx, name, self.router)
@@ -238,6 +246,13 @@ class EngineWorld:
         self.ray_epoch, self.epoch_was_ended = 0, False
         self.router = SimRouter(0)
         self.head, self.desired, self._numbers = 1, 3, 0
+        self._leader = SimClient(self.model, lambda: self.now)
+        term = self.model.txn((), [Op.put(CLUSTER_KEYS.leader(LEADER), b"")])
+        guard = Compare.create(CLUSTER_KEYS.leader(LEADER), "==", term)
+        writer = FencedWriter(self._leader, KEYS, lambda: [guard], LEADER)
+        self._api = OperationService(self._leader, KEYS, cast(Election, SimpleNamespace(
+            replica=LEADER, writer=writer)), CONFIG, clock=lambda: self.now)
+        self._operations = OperationController(KEYS, {}, writer)
 
     # -- what there is -------------------------------------------------------------------------------------------------
     @property
@@ -260,16 +275,14 @@ class EngineWorld:
         self.ray_epoch, self.epoch_was_ended, self.router = epoch, False, SimRouter(epoch)
 
     # -- a run ---------------------------------------------------------------------------------------------------------
-    def run(self) -> list[Event]:
+    def run(self) -> None:
         with self._ray():
             self._assign()
+            self.model.txn((), [Op.put(KEYS.pool_spec(ROLLOUT_POOL), PoolSpec(
+                name=ROLLOUT_POOL, desired=self.desired).encode())])
             while self.now < END_S:
                 self.now += TICK_S
-                for engine in self.alive:
-                    engine.step()
-                for driver in [*self.drivers]:
-                    driver.step()
-                self.drivers = [driver for driver in self.drivers if not driver.ended]
+                self._pass()
                 self._ask()
                 if self.now < END_S - QUIET_S:
                     if self.rng.random() < 0.12:
@@ -281,8 +294,39 @@ class EngineWorld:
                     with self.interference.quiet():
                         self._start_driver()
             if (serving := sum(e.life.state is EngineState.READY for e in self.alive)) < self.desired:
-                raise Violation(f"{serving} of {self.desired} engines serve at the end")
-        return self.log.end()
+                raise Violation("I6", f"{serving} of {self.desired} engines serve at the end")
+
+    def go_on(self) -> None:
+        """Nothing fails, for as long as the validators wait for a recovery, and longer."""
+        with self._ray():
+            until = self.now + 1.2 * RECOVERY_S
+            while self.now < until:
+                self.now += 0.1 * RECOVERY_S
+                self._pass()
+
+    def _pass(self) -> None:
+        """A pass of each process."""
+        for engine in self.alive:
+            engine.step()
+        for driver in [*self.drivers]:
+            driver.step()
+        self.drivers = [driver for driver in self.drivers if not driver.ended]
+        self._follow_operations()
+
+    def _follow_operations(self) -> None:
+        """A pass of the leader over the operations of the API."""
+        def records(prefix: str, kind: type[R]) -> list[R]:
+            return [kind.decode(kv.value) for kv in self.model.range(prefix) if not kv.key.endswith("/status")]
+
+        operations = records(KEYS.operations_prefix(), Operation)
+        if any(not operation.state.ended for operation in operations[-2:]):
+            found = self.model.keys.get(KEYS.pool_status(ROLLOUT_POOL))
+            self._operations.update(ClusterSnapshot(
+                JOB, now=self.now, leader_time=self.now, operations={op.id: op for op in operations},
+                specs={spec.name: spec for spec in records(KEYS.pools_prefix(), PoolSpec)},
+                statuses={ROLLOUT_POOL: PoolStatus.decode(found.value)} if found is not None else {},
+                engines={engine.id: engine for engine in records(KEYS.engines_prefix(), Engine)},
+                revisions=self.model.keys))
 
     def _anything(self) -> None:
         if self.now >= END_S - QUIET_S:
@@ -316,7 +360,12 @@ class EngineWorld:
             case "head":
                 self.head += 1
             case "scale":
-                self.desired = self.rng.randrange(1, 5)
+                self._scale(self.rng.randrange(1, 5))
+
+    def _scale(self, desired: int) -> None:
+        """An operator says how many engines there are to be."""
+        self.desired = desired
+        self._api.scale(ROLLOUT_POOL, desired, by="operator")
 
     def _end_drivers(self) -> None:
         """Kills the driver, or stops it and its supervisor: they go on later, and do not know of the next one."""
@@ -342,10 +391,10 @@ class EngineWorld:
         serving = [engine for engine in self.alive if engine.url in self.router.listed]
         for engine in serving:
             if engine.ctx.epoch != self.router.epoch:
-                raise Violation(f"the router of epoch {self.router.epoch} sends requests to {engine.name} of epoch "
-                                f"{engine.ctx.epoch}")
+                raise Violation("I1", f"the router of epoch {self.router.epoch} sends requests to {engine.name} of "
+                                      f"epoch {engine.ctx.epoch}")
             if not engine.life.version:
-                raise Violation(f"{engine.name} is asked, and no version was verified in it")
+                raise Violation("I4", f"{engine.name} is asked, and no version was verified in it")
         if serving and self.rng.random() < 0.8:
             self.rng.choice(serving).requests.append(self.now + self.rng.uniform(1.0, 10.0))
             self.counts["requests"] += 1
@@ -355,7 +404,7 @@ class EngineWorld:
         if kv.key == KEYS.pool_status(ROLLOUT_POOL):
             by, newest = int(PoolStatus.decode(kv.value).message), self.model.keys[KEYS.driver()].version
             if by != newest:
-                raise Violation(f"driver {by} has written the status of the pool, and driver {newest} had begun")
+                raise Violation("I1", f"driver {by} has written the status of the pool, and driver {newest} had begun")
 
     @contextmanager
     def _ray(self) -> Iterator[None]:
@@ -381,8 +430,10 @@ def run(seed: int) -> EngineWorld:
 
 
 def log(seed: int) -> list[Event]:
-    """The log of a run, until a rule was broken."""
+    """The log of a run, which goes on for longer than a pool may lack engines, without a fault."""
     world = EngineWorld(seed)
     with suppress(Violation):
-        return world.run()
+        world.run()
+    with suppress(Violation):
+        world.go_on()
     return world.log.end()

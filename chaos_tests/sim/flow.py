@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from chaos_tests.sim.pipeline import LIMITS, PLAN, RL_KINDS, Actor, World
+from chaos_tests.sim.pipeline import LIMITS, PLAN, RL_KINDS, Actor, Recorder, World
 from chaos_tests.sim.violation import Violation
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
@@ -53,9 +53,11 @@ class AsyncWorld(World):
     without it."""
 
     def __init__(self, seed: int, limits: FlowLimits = ASYNC_LIMITS, *, loses: bool = True,
-                 turns: Callable[[int], int] | None = None, lies: float = 0.0, trusts_trainer: bool = False) -> None:
+                 turns: Callable[[int], int] | None = None, lies: float = 0.0, trusts_trainer: bool = False,
+                 state_every: int = 2, deaths: int = 0, recorder: Recorder | None = None) -> None:
         super().__init__(seed, replace(PLAN, steps=limits.steps, groups_per_step=limits.groups_per_step), limits,
-                         lies=lies, trusts_trainer=trusts_trainer)
+                         lies=lies, trusts_trainer=trusts_trainer, state_every=state_every, deaths=deaths,
+                         recorder=recorder)
         self.loses = loses
         self.turns = turns or (lambda ordinal: self.random.randint(0, 12))
         self.generated: list[int] = []
@@ -73,6 +75,7 @@ class AsyncWorld(World):
         if not self.etcd_up:
             return
         self.term += 1
+        self.recorder.term_began(self.term)
         self.counts["actor beside another"] += bool(self.actors)
         flow = GroupFlow(self.limits)
         actor = AsyncActor(self.term, flow, schedule.run_rl(self.plan, flow))
@@ -92,24 +95,26 @@ class AsyncWorld(World):
             self.counts["actor fenced"] += 1
             self.actors.remove(actor)
             if actor.term == self.term:
-                raise Violation("the newest actor ended") from None
+                raise Violation("I11", "the newest actor ended") from None
 
     def produce(self, actor: AsyncActor) -> Iterator[None]:
         while True:
             yield
             flow = actor.flow
             if (grant := flow.lease()) is not None:
-                yield from self.fenced_write(actor, lambda: self.leases.update(
-                    actor=(actor.term, actor.flow.open)))
+                yield from self.fenced_write(actor, lambda: self.recorder.leased(
+                    actor.term, actor.flow.open))
                 actor.running += [Rollout(o, min_version=grant.min_version, left=self.turns(o)) for o in grant.ordinals]
             bound = (self.limits.max_staleness + 1) * self.limits.groups_per_step
             depth = flow.depth
             self.most_open = max(self.most_open, depth.leased + depth.queued + depth.training)
-            if self.most_open > bound or len(actor.running) > bound:  # a rollout that is begun is not ended
+            # A rollout that is begun is not ended.
+            if self.judges and (self.most_open > bound or len(actor.running) > bound):
                 running = [rollout.ordinal for rollout in actor.running if rollout.ordinal in flow.open]
                 self.counts["rollout of a group that a predecessor's step has consumed"] += len(running) <= bound
                 if self.most_open > bound or len(running) > bound:
-                    raise Violation(f"{self.most_open} groups are open and {running} are generated: {bound} may be")
+                    raise Violation("I5", f"{self.most_open} groups are open and {running} are generated: {bound} may "
+                                          "be")
             if not self.engines_up:
                 continue
             for rollout in list(actor.running):

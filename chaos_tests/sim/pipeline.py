@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -56,7 +56,6 @@ KINDS = frozenset({
 """What can happen in each of these worlds."""
 RL_KINDS = KINDS | {"effect BeginRl", "effect Evaluate", "effect Take", "effect Train",
                     "lost: the step does not follow", "publish without etcd", "trainer killed while it publishes"}
-STATE_EVERY = 2
 MAX_EVENTS = 20_000
 
 
@@ -99,6 +98,9 @@ class Trainer:
     pending: set[str] = field(default_factory=set)
     publishing: Command | None = None
     """A step that is trained, and whose version has no number yet."""
+    logprob_diff_max: float = 0.0
+    """By how much its log-probs of the last step's samples differ from those of the engines, where they say that both
+    have the same weights: 0.0 where that is so."""
     weights_version: int = 0
     """The version as which the weights that there are now were first published."""
     branch: Branch = Branch()
@@ -124,26 +126,65 @@ class Actor:
     waiting_for: str = ""
 
 
+class Recorder:
+    """Is told what happens; this one keeps nothing. ``step_log`` has the one that writes a log."""
+
+    def happened(self) -> None:
+        """One thing has."""
+
+    def formed(self) -> None:
+        """The trainer group has formed again."""
+
+    def published(self, progress: Progress) -> None:
+        """The weights of the trainer have got the next number."""
+
+    def committed(self, progress: Progress, policy_version: int, branch: Branch) -> None:
+        """The state of the trainer is committed."""
+
+    def term_began(self, term: int) -> None:
+        """An actor has taken the job over."""
+
+    def leased(self, term: int, groups: IntervalSet) -> None:
+        """The actor of a term works on these groups."""
+
+    def resumed(self, term: int, state: State) -> None:
+        """An actor has read where the trainer is."""
+
+    def cursor(self, effect: schedule.Train) -> Mapping[str, Any]:
+        """What the cursor of a step has beside that of the schedule."""
+        return {}
+
+    def trained(self, term: int, effect: schedule.Train, answer: Mapping[str, Any]) -> None:
+        """The actor of a term knows that a step was made. ``answer``: the trainer's."""
+
+    def finished(self, term: int) -> None:
+        """The run has made its last step."""
+
+
 class World:
     """``seed`` decides everything. ``asks_reference``: the actor asks for the reference policy's log-probs of each
     step's batch before it trains. ``lies``: how often those who generate say a wrong version of a sample (0 to 1).
     ``trusts_trainer``: whether the actor may leave it to the trainer to refuse samples that it knows to be stale.
     ``poison``: groups that the trainer cannot compute with. ``stops``: how often the operator stops the run, which is
-    then resumed: everything of it has ended meanwhile."""
+    then resumed: everything of it has ended meanwhile. ``state_every``: RL steps after which the trainer's state is
+    committed, so that those since are undone by its loss. ``deaths``: how often the trainer dies beside what else
+    fails. ``recorder``: is told what happens; then others judge it, and the world goes on where a rule is broken."""
 
     def __init__(self, seed: int, plan: RunPlan = PLAN, limits: FlowLimits = LIMITS, *, asks_reference: bool = False,
-                 lies: float = 0.0, trusts_trainer: bool = False, poison: Collection[int] = (), stops: int = 0) -> None:
+                 lies: float = 0.0, trusts_trainer: bool = False, poison: Collection[int] = (), stops: int = 0,
+                 state_every: int = 2, deaths: int = 0, recorder: Recorder | None = None) -> None:
         self.counts: Counter[str] = Counter()
         """How often each of ``KINDS`` has happened."""
         self.lies, self.trusts_trainer, self.refusals = lies, trusts_trainer, 0
-        self.poison, self.refused = poison, 0
+        self.poison, self.refused, self.state_every = poison, 0, state_every
+        self.deaths_left = deaths
+        self.recorder, self.judges = recorder or Recorder(), recorder is None
         self.random, self.plan, self.limits, self.asks_reference = random.Random(seed), plan, limits, asks_reference
         self.reference_passes = 0
         self.forgets = random.Random(f"forgets {seed}")
         self.ids = itertools.count(1)
         self.term = 0
         self.etcd_up = self.engines_up = True
-        self.leases: dict[str, tuple[int, IntervalSet]] = {}
         self.executed: list[Executed] = []
         self.committed: list[Committed] = []
         self.version = self.served = 0
@@ -180,6 +221,7 @@ class World:
             progress = Progress()
         formed = Trainer(self.groups, progress, self.version, WriterGate(1, str(self.groups)),
                          branch=last.branch.restored(last.policy_version) if self.committed else Branch())
+        self.recorder.formed()
         if progress.phase == "rl":
             self.number(formed)  # a new number for the old weights
         formed.show()
@@ -195,6 +237,7 @@ class World:
         self.weights_of[self.version] = self.weights()
         trainer.policy_version, trainer.branch = self.version, trainer.branch.published(self.version)
         trainer.weights_version = self.version
+        self.recorder.published(trainer.progress)
 
     def execute_next(self) -> None:
         trainer = self.trainer
@@ -221,8 +264,9 @@ class World:
             self.counts["command answered from memory"] += 1
             self.answer(command, {"result": earlier})
             return
-        if self.etcd_up and command.term != self.term:
-            raise Violation(f"a command of term {command.term} was executed in term {self.term}")
+        self._require_own(trainer, command)
+        if self.judges and self.etcd_up and command.term != self.term:
+            raise Violation("I1", f"a command of term {command.term} was executed in term {self.term}")
         if isinstance(command, Update):
             self.run_update(trainer, command)
         elif isinstance(command, Check):
@@ -237,18 +281,24 @@ class World:
         else:
             assert isinstance(command, ForwardReference)
             if (command.phase, command.step) != (trainer.progress.phase, trainer.progress.step + 1):
-                raise Violation(f"the reference of {command.phase} step {command.step} was asked of a trainer at "
-                                f"{trainer.progress.phase} step {trainer.progress.step}")
+                raise Violation("I5", f"the reference of {command.phase} step {command.step} was asked of a trainer "
+                                      f"at {trainer.progress.phase} step {trainer.progress.step}")
             self.reference_passes += 1
             self.counts["reference pass"] += 1
             self.done(trainer, command, {})
 
+    def _require_own(self, trainer: Trainer, command: Command) -> None:
+        if self.judges and command.group != str(trainer.group):
+            raise Violation("I1", f"a command to group {command.group} was taken by group {trainer.group}")
+
     def refuse(self, trainer: Trainer, command: Command, error: StaleSamples) -> None:
         """The actor knows all that the rule goes by but the newest version."""
+        self._require_own(trainer, command)
         self.refusals += 1
         self.counts["command refused: stale"] += 1
-        if not self.trusts_trainer and (known := [v for v in error.versions if v <= trainer.policy_version]):
-            raise Violation(f"{command} has samples of versions {known}, which the actor should have refused")
+        known = [version for version in error.versions if version <= trainer.policy_version]
+        if self.judges and known and not self.trusts_trainer:
+            raise Violation("I5", f"{command} has samples of versions {known}, which the actor should have refused")
         self.answer(command, {"error": "stale", "versions": error.versions})
 
     def run_update(self, trainer: Trainer, command: Update) -> None:
@@ -259,12 +309,14 @@ class World:
             return
         meta = dict(command.cursor)
         now = self.weights()
-        for version in meta.get("versions", ()):
+        for version in meta.get("versions", ()) if self.judges else ():
             if version not in self.weights_of:
-                raise Violation(f"step {command.step} was trained on samples of version {version}, which there is not")
+                raise Violation("I4", f"step {command.step} was trained on samples of version {version}, which there "
+                                      "is not")
             if (made_by := self.weights_of[version]) != now[:len(made_by)]:
-                raise Violation(f"step {command.step} was trained on samples of version {version}, whose weights the "
-                                "trainer went back from")
+                raise Violation("I5", f"step {command.step} was trained on samples of version {version}, whose weights "
+                                      "the trainer went back from")
+        trainer.logprob_diff_max = float(any(self.weights_of.get(v) != now for v in meta.get("versions", ())))
         self.counts["samples of several versions"] += len(meta.get("versions", ())) > 1
         self.counts["samples older than the newest version"] += int(meta.get("oldest", 0)) not in (
             0, trainer.policy_version)
@@ -286,15 +338,17 @@ class World:
             return
         self.number(trainer)
         trainer.publishing = None
-        if trainer.progress.step % STATE_EVERY == 0:
+        if trainer.progress.step % self.state_every == 0:
             self.commit(trainer)
-        self.done(trainer, command, {"policy_version": trainer.policy_version})
+        self.done(trainer, command, {"policy_version": trainer.policy_version,
+                                     "logprob_diff_max": trainer.logprob_diff_max})
 
     def commit(self, trainer: Trainer) -> None:
         """A publish may be dropped: then the last state is an older one."""
         if self.etcd_up and self.random.random() < 0.9:
             self.committed.append(Committed(trainer.progress, trainer.policy_version, trainer.branch,
                                             len(self.executed)))
+            self.recorder.committed(trainer.progress, trainer.policy_version, trainer.branch)
             self.counts["state committed"] += 1
         else:
             self.counts["state not committed"] += 1
@@ -307,7 +361,7 @@ class World:
     def answer(self, command: Command, outcome: dict[str, Any]) -> None:
         self.trainer.pending.discard(command.id)
         self.trainer.results[command.id] = outcome
-        if self.forgets.random() < 0.02:  # the real service keeps a number of results; the gate knows the last one
+        if self.forgets.random() < 0.1:  # the real service keeps a number of results; the gate knows the last one
             self.counts["results forgotten"] += 1
             self.trainer.results.clear()
 
@@ -317,6 +371,7 @@ class World:
         if not self.etcd_up:
             return
         self.term += 1
+        self.recorder.term_began(self.term)
         self.counts["actor beside another"] += bool(self.actors)
         flow = GroupFlow(self.limits)
         steps = schedule.run_sft(self.plan) if self.plan.mode == "sft" else schedule.run_rl(self.plan, flow)
@@ -398,8 +453,10 @@ class World:
                 result = yield from self.command(
                     actor, Update, phase="rl", step=effect.step, consumption=effect.taken.consumption,
                     sample_versions=effect.taken.groups.versions,
-                    cursor={**effect.cursor, "oldest": min(s.oldest_version for s in samples),
+                    cursor={**effect.cursor, **self.recorder.cursor(effect),
+                            "oldest": min(s.oldest_version for s in samples),
                             "versions": sorted({v for s in samples for v in s.versions})})
+                self.recorder.trained(actor.term, effect, result)
                 return result["policy_version"]
             case schedule.Save(phase=phase, step=step, cursor=cursor, publish=publish):
                 # The trainer goes on publishing until it is committed; the world does not model that wait.
@@ -408,7 +465,7 @@ class World:
                            and (last := self.committed[-1].progress).step == step and last.phase == phase):
                     pass
             case schedule.Finish():
-                yield from self.fenced_write(actor, lambda: None)
+                yield from self.fenced_write(actor, lambda: self.recorder.finished(actor.term))
             case schedule.Stop(step=stopped_at):
                 yield from self.fenced_write(actor, lambda: self.stopped_at.append(
                     (stopped_at, self.committed[-1].progress if self.committed else Progress())))
@@ -424,9 +481,9 @@ class World:
 
     def fenced_write(self, actor: Actor, write: Any) -> Iterator[None]:
         yield from self.wait(actor, "etcd", lambda: self.etcd_up)
-        if actor.term != self.term:
+        if self.judges and actor.term != self.term:
             raise Fenced("a newer actor")
-        write()
+        write()  # of a log, the product refuses it
         yield
 
     def resume(self, actor: Actor) -> Generator[None, None, State]:
@@ -437,11 +494,13 @@ class World:
             trainer.gate.claim(1, actor.term)
         except Fenced:
             if actor.term == self.term:
-                raise Violation("the newest actor was fenced off") from None
+                raise Violation("I11", "the newest actor was fenced off") from None
             raise
         actor.group = trainer.group  # type: ignore[attr-defined]
         p, version, branch = trainer.shown
-        return State(p.phase, p.step, version, p.consumed.groups, p.cursor, branch)
+        state = State(p.phase, p.step, version, p.consumed.groups, p.cursor, branch)
+        self.recorder.resumed(actor.term, state)
+        return state
 
     def take(self, actor: Actor) -> Generator[None, None, TakenStep]:
         """The groups of a step are generated now."""
@@ -454,8 +513,8 @@ class World:
                 return TakenStep(StepGroups.from_groups([queue[o] for o in part.step.ordinals]),
                                  part.step.consumption)
             if (grant := flow.lease()) is None:
-                raise Violation("a step lacks groups, and the flow grants none")
-            yield from self.fenced_write(actor, lambda: self.leases.update(actor=(actor.term, flow.open)))
+                raise Violation("I11", "a step lacks groups, and the flow grants none")
+            yield from self.fenced_write(actor, lambda: self.recorder.leased(actor.term, flow.open))
             for group, drop in (yield from self.generate(actor, grant.ordinals, grant.min_version)):
                 if flow.finished(group.ordinal, group.versions, drop) and flow.arrived(group.ordinal):
                     queue[group.ordinal] = group
@@ -528,7 +587,7 @@ class World:
                 raise Lost("the trainer refuses the samples")
             if outcome["error"] == "fenced":
                 if actor.term == self.term:
-                    raise Violation("the newest actor was fenced off")
+                    raise Violation("I11", "the newest actor was fenced off")
                 raise Fenced("a newer actor")
             raise Lost("the step does not follow")
 
@@ -541,6 +600,7 @@ class World:
     # -- what happens -----------------------------------------------------------------------------------------------
     def step(self) -> None:
         """One thing that happens."""
+        self.recorder.happened()
         self.counts["steps"] += 1
         fault = self.random.random() < 0.04 and self.faults_left > 0
         if fault:
@@ -552,6 +612,9 @@ class World:
             self.stops_left -= 1
             self.counts["stop asked"] += 1
             self.stop_asked = True
+        if self.deaths_left and self.trainer.progress.step and self.random.random() < 0.03:
+            self.deaths_left -= 1
+            self.kill_trainer()
         chance = self.random.random()
         if chance < 0.05:
             self.etcd_up = self.engines_up = True
@@ -578,12 +641,14 @@ class World:
             self.counts["actor fenced"] += 1
             self.actors.remove(actor)
             if actor.term == self.term:
-                raise Violation("the newest actor ended") from None
+                raise Violation("I11", "the newest actor ended") from None
 
     def kill_trainer(self) -> None:
         self.counts["trainer killed"] += 1
         self.counts["trainer killed before its first state"] += not self.committed
         self.counts["trainer killed while it publishes"] += self.trainer.publishing is not None
+        # What it was sent and has not executed is still on its way, and reaches the group that forms in its place.
+        self.network += [(self.trainer.group, command) for command in self.trainer.queue]
         self.trainer = self.form_group()
 
     def kill_actor(self) -> None:
@@ -611,44 +676,47 @@ class World:
             if self.finished:
                 break
             self.step()
-            self.check_lineage()
+            if self.judges:
+                self.check_lineage()
         if not self.finished:
-            raise Violation("the job did not finish")
-        self.check_end()
+            raise Violation("I11", "the job did not finish")
+        if self.judges:
+            self.check_end()
         return self
 
     # -- what must hold ---------------------------------------------------------------------------------------------
     def check_lineage(self) -> None:
-        rl = [e for e in self.executed if e.phase == "rl"]
-        if [e.step for e in rl] != list(range(1, len(rl) + 1)):
-            raise Violation(f"steps out of order: {[e.step for e in rl]}")
+        sft, rl = ([e for e in self.executed if e.phase == phase] for phase in ("sft", "rl"))
+        for made in (sft, rl):
+            if [e.step for e in made] != list(range(1, len(made) + 1)):
+                raise Violation("I5", f"steps out of order: {made[0].phase} {[e.step for e in made]}")
         if rl and (newest := rl[-1]).oldest_version < newest.version_before - self.limits.max_staleness:
-            raise Violation(f"step {newest.step} was trained on samples of version {newest.oldest_version}, while "
-                            f"{newest.version_before} was out")
+            raise Violation("I5", f"step {newest.step} was trained on samples of version {newest.oldest_version}, "
+                                  f"while {newest.version_before} was out")
 
     def check_end(self) -> None:
         last = self.committed[-1]
         if self.plan.mode == "sft":
             done = [e.step for e in self.executed[:last.lineage] if e.phase == "sft"]
             if last.progress.phase != "sft" or done != list(range(1, self.plan.sft_max_steps + 1)):
-                raise Violation(f"the job ended at {last.progress.phase} step {last.progress.step} after {done}")
+                raise Violation("I11", f"the job ended at {last.progress.phase} step {last.progress.step} after {done}")
             if last.policy_version < 1:
-                raise Violation("the policy was not published")
+                raise Violation("I11", "the policy was not published")
             return
         if last.progress.phase != "rl" or last.progress.step != self.plan.steps:
-            raise Violation(f"the job ended at {last.progress.phase} step {last.progress.step}")
+            raise Violation("I11", f"the job ended at {last.progress.phase} step {last.progress.step}")
         rl = [e for e in self.executed[:last.lineage] if e.phase == "rl"]
         counted = Counter(g for e in rl for g in (*e.trained, *e.dropped))
         if any(n > 1 for n in counted.values()):
-            raise Violation(f"consumed twice: {[g for g, n in counted.items() if n > 1]}")
+            raise Violation("I5", f"consumed twice: {[g for g, n in counted.items() if n > 1]}")
         if sorted(counted) != list(range(len(counted))):
-            raise Violation(f"groups were skipped: {sorted(set(range(max(counted) + 1)) - set(counted))}")
+            raise Violation("I5", f"groups were skipped: {sorted(set(range(max(counted) + 1)) - set(counted))}")
         if any(len(e.trained) != self.plan.groups_per_step for e in rl):
-            raise Violation("a step was trained on too few groups")
+            raise Violation("I5", "a step was trained on too few groups")
         found = audit([(c.progress.step, c.progress.consumed) for c in self.committed if c.progress.phase == "rl"],
                       groups_per_step=self.plan.groups_per_step)
         if not found.clean:
-            raise Violation(f"the audit is not clean: {found}")
+            raise Violation("I5", f"the audit is not clean: {found}")
         if self.trainer.progress.consumed.groups != IntervalSet.from_values(
                 g for e in rl for g in (*e.trained, *e.dropped)):
-            raise Violation("the state disagrees with what was executed")
+            raise Violation("I5", "the state disagrees with what was executed")

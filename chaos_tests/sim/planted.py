@@ -1,9 +1,9 @@
 """Bugs that are planted into the product, each of which must be caught: the check of the checks.
 
 A planted bug takes one guard of the product away, never one of the world. It is caught by a rule that the world looks
-at while it runs, or by the validators of real runs, which are given the event log that the world writes: these have to
-name the rule that the bug breaks. Where a bug is no longer caught, either the guard has become useless, or the checks
-do not see any more what they are there for.
+at while it runs, or by the validators of real runs, which are given the event log that the world writes. Either has to
+name the rule that the bug breaks: another one, an error of the product or one of the bug itself is no catch. Where a
+bug is no longer caught, either the guard has become useless, or the checks do not see any more what they are there for.
 """
 
 from __future__ import annotations
@@ -25,11 +25,17 @@ from elastic_rl.coordinator.assignments import state_machine as assignments
 from elastic_rl.coordinator.cluster_pass import ClusterWrite
 from elastic_rl.coordinator.election.protocol import ElectionProtocol
 from elastic_rl.coordinator.hosts import state_machine as hosts
+from elastic_rl.coordinator.operations import state_machine as operations
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
-from elastic_rl.data.ledger import GroupLedger
+from elastic_rl.data.ledger import ConsumedGroups, GroupLedger
+from elastic_rl.data.staleness import StalenessRule
+from elastic_rl.driver import plan as driver_plan
 from elastic_rl.etcd.cluster_records import Assignment, HostPhase
+from elastic_rl.etcd.fencing import FencedWriter
+from elastic_rl.etcd.records import OperationState
 from elastic_rl.etcd.transaction import Compare, Op
+from elastic_rl.host import job_spec
 from elastic_rl.host.agent import duties
 from elastic_rl.host.agent.duties import AgentLease
 from elastic_rl.pipeline import schedule
@@ -57,6 +63,14 @@ class Caught:
 
 
 @dataclass(frozen=True)
+class Missed:
+    """No run has broken the rule of the bug. ``instead``: what went wrong first in its place; "" where nothing did."""
+
+    tries: int
+    instead: str
+
+
+@dataclass(frozen=True)
 class Planted:
     """``rule``: that of docs/architecture.md which the bug breaks."""
 
@@ -68,34 +82,51 @@ class Planted:
     seed: int = 0
     """The seed that is tried first, since it has caught the bug."""
     by: Check = Check.WORLD
+    says: str = ""
+    """Part of what the check has to say, where the rule may be broken in other ways too."""
 
     def planted(self) -> AbstractContextManager[None]:
         """Inside, the product has the bug."""
         return patched(self.plant)
 
-    def caught(self, seeds: int) -> Caught | None:
-        """The first run that breaks a rule: that of ``seed``, or of so many further ones; None where none does."""
+    def tried(self, seeds: int) -> Caught | Missed:
+        """The first run that breaks the rule of the bug: that of ``seed``, or of so many further ones."""
+        instead = ""
         with self.planted():
             for tries, seed in enumerate([self.seed, *range(seeds)], 1):
-                if why := self._why(seed):
-                    return Caught(seed, tries, why)
-        return None
+                found = self.broken(seed)
+                if self.rule in found:
+                    return Caught(seed, tries, found[self.rule])
+                instead = instead or next((f"seed {seed}: {why}" for why in found.values()), "")
+        return Missed(1 + seeds, instead)
 
-    def _why(self, seed: int) -> str:
-        """How the run of a seed breaks a rule; "" where it does not."""
+    def broken(self, seed: int) -> dict[str, str]:
+        """Rule → how the run of a seed breaks it; of "", what else has gone wrong in it."""
+        out = dict[str, str]()
+        for rule, why in self._found(seed):
+            out.setdefault(rule if rule != self.rule or self.says in why else "", why)
+        return out
+
+    def _found(self, seed: int) -> list[tuple[str, str]]:
         if self.by is Check.WORLD:
-            found = next(failures([self.world], [seed]))
-            return found.why if found is not None and found.of_a_rule else ""
-        verdict = next((v for v in violated(self.world, seed) if v.rule == self.rule), None)
-        return str(verdict.violations[0]) if verdict is not None else ""
+            failure = next(failures([self.world], [seed]))
+            return [(failure.rule, failure.why)] if failure is not None else []
+        try:
+            return [(verdict.rule, str(violation)) for verdict in violated(self.world, seed)
+                    for violation in verdict.violations]
+        except Exception as e:  # the bug may make the product raise anything
+            return [("", f"{type(e).__name__}: {e}")]
 
 
 def _without_step_check(patch: Patch) -> None:
-    def admit(self: Any, command: Any, now: Any, rule: Any = None) -> Any:
-        self.claim(command.epoch, command.term)
-        return self._last[1] if self._last is not None and self._last[0] == command.id else None
+    admit = commands.WriterGate.admit
 
-    patch.setattr(commands.WriterGate, "admit", admit)
+    def whatever_is_next(self: Any, command: Any, now: Any, rule: Any = None) -> Any:
+        if isinstance(command, commands.TrainCommand):
+            now = now.replace(phase=command.phase, step=command.step - 1, consumed=ConsumedGroups())
+        return admit(self, command, now, rule)
+
+    patch.setattr(commands.WriterGate, "admit", whatever_is_next)
 
 
 def _without_term_check(patch: Patch) -> None:
@@ -121,6 +152,40 @@ def _ledger_starts_behind_what_was_consumed(patch: Patch) -> None:
     init = GroupLedger.__init__
     patch.setattr(GroupLedger, "__init__", lambda self, consumed, *more: init(
         self, type(consumed)(((0, consumed.stop + 1),)), *more))
+
+
+def _consumed_does_not_grow(patch: Patch) -> None:
+    patch.setattr(ConsumedGroups, "add", lambda self, new: self)
+
+
+def _consumed_not_restored(patch: Patch) -> None:
+    from_json = progress.Progress.from_json
+    patch.setattr(progress.Progress, "from_json", lambda value: from_json({**value, "consumed": {}}))
+
+
+def _consumed_again(patch: Patch) -> None:
+    """Neither the actor nor the trainer goes by what was trained on."""
+    _consumed_groups_stay_in_the_flow(patch)
+    patch.setattr(ConsumedGroups, "check", lambda self, new: None)
+
+
+def _term_is_no_token(patch: Patch) -> None:
+    patch.setattr(FencedWriter, "of_term", lambda etcd, keys, epoch, term: FencedWriter.of_epoch(etcd, keys, epoch))
+
+
+def _settings_are_replaced(patch: Patch) -> None:
+    read = job_spec.read
+    patch.setattr(job_spec, "read", lambda *asked: replace(read(*asked), committed=False))
+
+
+def _ended_operations_go_on(patch: Patch) -> None:
+    advance = operations.advance
+    patch.setattr(operations, "advance", lambda op, *more: advance(op.replace(state=OperationState.RUNNING), *more))
+
+
+def _one_engine_too_few(patch: Patch) -> None:
+    plan = driver_plan.plan
+    patch.setattr(driver_plan, "plan", lambda desired, *more, **limits: plan(desired - 1, *more, **limits))
 
 
 def _dropped_groups_are_forgotten(patch: Patch) -> None:
@@ -153,26 +218,17 @@ def _any_version_will_do(patch: Patch) -> None:
     patch.setattr(GroupFlow, "has_stale", False)
 
 
-def _resumed_with_the_version_before(patch: Patch) -> None:
+def _resumed_with_the_first_version(patch: Patch) -> None:
     resume = GroupFlow.resume
     patch.setattr(GroupFlow, "resume", lambda self, step, version, *more: resume(
-        self, step, max(0, version - 1), *more))
-
-
-def _without_check(choose: Any) -> Any:
-    def with_any(self: Any) -> Any:
-        limits, self.limits = self.limits, replace(self.limits, max_staleness=1000)
-        try:
-            return choose(self)
-        finally:
-            self.limits = limits
-
-    return with_any
+        self, step, min(1, version), *more))
 
 
 def _any_staleness(patch: Patch) -> None:
-    patch.setattr(GroupFlow, "take_stale", lambda self: [])
-    patch.setattr(GroupFlow, "choose", _without_check(GroupFlow.choose))
+    """The one rule, by which the flow chooses and the trainer refuses."""
+    refused = StalenessRule.refused
+    patch.setattr(StalenessRule, "refused", lambda self, versions: refused(
+        replace(self, max_staleness=1000), versions))
 
 
 def _leases_without_bound(patch: Patch) -> None:
@@ -189,7 +245,14 @@ def _leases_without_bound(patch: Patch) -> None:
 
 
 def _lost_groups_are_forgotten(patch: Patch) -> None:
-    patch.setattr(GroupLedger, "release", lambda self, ordinal, **how: None)
+    release = GroupLedger.release
+
+    def and_forget(self: Any, ordinal: int, **how: Any) -> None:
+        release(self, ordinal, **how)
+        self._consumed |= IntervalSet.from_values([ordinal])
+        self._find_free()
+
+    patch.setattr(GroupLedger, "release", and_forget)
 
 
 def _consumed_groups_stay_in_the_flow(patch: Patch) -> None:
@@ -213,12 +276,6 @@ def _groups_dropped_during_a_step_are_forgotten(patch: Patch) -> None:
 
 def _groups_of_abandoned_weights_are_as_new_as_their_number(patch: Patch) -> None:
     patch.setattr(Branch, "abandoned", lambda self, versions: False)
-
-
-def _no_self_fence(patch: Patch) -> None:
-    why_over = duties._why_over
-    patch.setattr(duties, "_why_over", lambda service, now, lease, known, times: why_over(
-        service, now, AgentLease(now), known, times))
 
 
 def _self_fence_too_late(patch: Patch) -> None:
@@ -333,34 +390,37 @@ def _suspected_hosts_are_lost_at_once(patch: Patch) -> None:
 
 
 PLANTED: tuple[Planted, ...] = (
-    Planted("without-step-check", "steps", "I5", "the trainer makes any step that it is sent", _without_step_check, 9),
+    Planted("without-step-check", "steps-poison", "I5", "the trainer makes any step that it is sent",
+            _without_step_check, 8),
     Planted("without-term-check", "steps", "I1",
             "the trainer takes commands of an actor that was replaced", _without_term_check, 2),
-    Planted("without-group-check", "steps", "I1",
-            "the trainer takes commands for the group before it", _without_group_check, 9),
+    Planted("without-group-check", "async", "I1",
+            "the trainer takes commands for the group before it", _without_group_check),
     Planted("consumed-not-stored", "steps", "I5",
             "the trainer's state has no groups that were trained on", _consumed_not_stored),
     Planted("ledger-starts-behind-what-was-consumed", "steps", "I5",
             "the ledger skips a group at a resume", _ledger_starts_behind_what_was_consumed),
     Planted("dropped-groups-are-forgotten", "steps", "I5",
             "dropped groups are on no record", _dropped_groups_are_forgotten),
-    Planted("state-is-not-saved-at-the-end", "steps", "I7",
+    Planted("state-is-not-saved-at-the-end", "steps", "I11",
             "the state is not saved at the end of the run", _state_is_not_saved_at_the_end),
-    Planted("any-version-will-do", "steps", "I5", "min_version of a request is not checked", _any_version_will_do),
-    Planted("resumed-with-the-version-before", "steps", "I5",
-            "an actor resumes with the version before that of the trainer", _resumed_with_the_version_before, 22),
-    Planted("any-staleness", "async", "I5", "groups of any age are trained on", _any_staleness, 3),
+    Planted("any-version-will-do", "steps", "I5", "the actor sends the trainer samples of any age",
+            _any_version_will_do),
+    Planted("resumed-with-the-first-version", "async", "I5",
+            "an actor resumes with the first version, and not that of the trainer",
+            _resumed_with_the_first_version, 17),
+    Planted("any-staleness", "async", "I5", "groups of any age are trained on", _any_staleness, 2),
     Planted("leases-without-bound", "async", "I5",
             "a step more is generated ahead than the staleness allows", _leases_without_bound),
     Planted("lost-groups-are-forgotten", "async", "I5",
-            "the ledger forgets a group that was lost", _lost_groups_are_forgotten),
-    Planted("consumed-groups-stay-in-the-flow", "async", "I5",
-            "groups that were trained on are trained on again after a resume", _consumed_groups_stay_in_the_flow, 8),
+            "a group that the queue has lost is not generated again", _lost_groups_are_forgotten),
+    Planted("consumed-groups-stay-in-the-flow", "async", "I11",
+            "an actor that resumes sends groups again and again that were trained on, which the trainer refuses",
+            _consumed_groups_stay_in_the_flow, 1),
     Planted("groups-dropped-during-a-step-are-forgotten", "async", "I5",
-            "groups that were dropped during a step are on no record", _groups_dropped_during_a_step_are_forgotten, 2),
+            "groups that were dropped during a step are on no record", _groups_dropped_during_a_step_are_forgotten, 1),
     Planted("groups-of-abandoned-weights-are-as-new-as-their-number", "async", "I5",
-            "samples of abandoned weights are trained on", _groups_of_abandoned_weights_are_as_new_as_their_number, 62),
-    Planted("no-self-fence", "cluster", "I1", "an agent without its lease keeps its singletons", _no_self_fence, 1),
+            "samples of abandoned weights are trained on", _groups_of_abandoned_weights_are_as_new_as_their_number, 1),
     Planted("self-fence-too-late", "cluster", "I1",
             "an agent without its lease ends its singletons too late", _self_fence_too_late, 1),
     Planted("leader-ignores-incarnations", "cluster", "I12",
@@ -379,20 +439,20 @@ PLANTED: tuple[Planted, ...] = (
             "a replica that was replaced writes as the leader", _leader_writes_without_its_guard, 2),
     Planted("recorded-deliveries-are-sent-again", "alerts", "I9",
             "a new leader repeats an alert that was delivered", _recorded_deliveries_are_sent_again, 1),
-    Planted("adoption-by-name", "cluster", "I1",
-            "a restarted agent adopts a service of an older generation", _adoption_by_name, 1),
+    Planted("adoption-by-name", "cluster", "I8",
+            "a restarted agent keeps a service of an older generation", _adoption_by_name, 1),
     Planted("restarted-agent-ends-what-runs", "cluster", "I12",
             "a restarted agent ends what runs", _restarted_agent_ends_what_runs, 1),
     Planted("singletons-move-to-idle-hosts", "cluster", "I14",
             "a driver that works is moved to a host that has less to do", _singletons_move_to_idle_hosts),
-    Planted("hosts-of-a-stale-reading", "cluster", "I1",
-            "the leader judges hosts by a stale reading", _hosts_of_a_stale_reading, 9),
-    Planted("jobs-of-a-stale-reading", "cluster", "I1",
+    Planted("hosts-of-a-stale-reading", "cluster", "I12",
+            "the leader gives a singleton to a host that is gone, by a stale reading", _hosts_of_a_stale_reading, 9),
+    Planted("jobs-of-a-stale-reading", "cluster", "I11",
             "the leader writes the states of jobs by a stale reading", _jobs_of_a_stale_reading, 1),
     Planted("lost-hosts-that-return-are-ready", "cluster", "I1",
             "a lost host that returns has not given up what it held", _lost_hosts_that_return_are_ready),
     Planted("suspected-hosts-are-lost-at-once", "cluster", "I14",
-            "a host that is slow for a moment is lost", _suspected_hosts_are_lost_at_once, 30),
+            "a host that is away for a moment is lost", _suspected_hosts_are_lost_at_once),
     Planted("checksum-unchecked", "versions", "I2", "a reader does not compare the digest of what it was sent",
             of_versions.checksum_unchecked, 16),
     Planted("pins-are-not-read", "versions", "I3", "the garbage collector does not read the pins",
@@ -401,7 +461,7 @@ PLANTED: tuple[Planted, ...] = (
             of_versions.formation_ignored, 1),
     Planted("stale-driver-writes", "engines", "I1", "a driver writes although another has begun",
             of_versions.stale_driver_writes),
-    Planted("take-over-raises-the-epoch", "engines", "I14", "a driver that takes over ends all engines",
+    Planted("take-over-raises-the-epoch", "engines", "I12", "a driver that takes over ends all engines",
             of_versions.take_over_raises_the_epoch),
     Planted("engines-of-any-epoch-are-adopted", "engines", "I1", "a driver adopts the engine of another epoch",
             of_versions.engines_of_any_epoch_are_adopted),
@@ -434,5 +494,29 @@ PLANTED: tuple[Planted, ...] = (
             _leader_writes_without_its_guard, 2, by=Check.LOG),
     Planted("delivered-alert-is-repeated", "alerts", "I9", "a new leader repeats an alert that was delivered",
             _recorded_deliveries_are_sent_again, 1, by=Check.LOG),
+    Planted("groups-are-trained-on-again", "async", "I5", "after a resume nobody goes by what was trained on",
+            _consumed_again, 1, by=Check.LOG, says="was trained on in step"),
+    Planted("consumed-not-restored", "steps", "I5", "the trainer comes back without the groups that it was trained on",
+            _consumed_not_restored, by=Check.LOG, says="lacks the groups"),
+    Planted("consumed-does-not-grow", "steps", "I5", "the set of groups that were trained on stays as it is",
+            _consumed_does_not_grow, by=Check.LOG, says="groups_lost"),
+    Planted("dropped-groups-are-on-no-record", "steps", "I5", "dropped groups are on no record",
+            _dropped_groups_are_forgotten, by=Check.LOG, says="dropped on the record"),
+    Planted("lost-groups-are-on-no-record", "async", "I5", "a group that the queue has lost is not generated again",
+            _lost_groups_are_forgotten, by=Check.LOG, says="groups_lost"),
+    Planted("staleness-without-bound", "async", "I5", "groups of any age are trained on",
+            _any_staleness, 1, by=Check.LOG, says="staleness"),
+    Planted("term-is-no-token", "steps", "I5", "an actor that was replaced leases groups",
+            _term_is_no_token, by=Check.LOG, says="was written under term"),
+    Planted("settings-of-a-job-that-has-begun-are-replaced", "steps", "I13",
+            "a start replaces the settings of a job that has versions", _settings_are_replaced, by=Check.LOG),
+    Planted("assignments-are-deleted", "cluster", "I1", "the generation of an assignment begins again at 1",
+            _released_assignments_are_deleted, by=Check.LOG),
+    Planted("ended-jobs-go-on", "cluster", "I11", "the leader writes the states of jobs by a stale reading",
+            _jobs_of_a_stale_reading, 1, by=Check.LOG),
+    Planted("ended-operations-go-on", "engines", "I10", "an operation that has ended is followed, and ends again",
+            _ended_operations_go_on, by=Check.LOG),
+    Planted("one-engine-too-few", "engines", "I6", "a pool is content with one engine fewer than it is to have",
+            _one_engine_too_few, by=Check.LOG),
 )
 assert all(bug.world in (LOGS if bug.by is Check.LOG else WORLDS) for bug in PLANTED)

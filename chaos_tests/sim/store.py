@@ -3,9 +3,10 @@ event log that the independent observer would write of it, for the validators of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from chaos_tests.event_log import FORM, Event, Kind
@@ -18,11 +19,15 @@ from elastic_rl.etcd.transaction import Compare, KeyValue, Op, TxnResult
 class Log:
     """The records of one run, as a file of ``event_log`` has them."""
 
-    def __init__(self, world: str, seed: int, *, cluster: str = "", clock: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, world: str, seed: int, *, cluster: str = "", clock: Callable[[], float] = lambda: 0.0,
+                 settings: Mapping[str, Any] = MappingProxyType({}), steps: int = 0) -> None:
+        """``steps``: that the run is to make; 0: it is no run of steps."""
         self.clock = clock
         self.events: list[Event] = []
-        self.write(Kind.RUN, form=FORM, scenario=world, seed=seed, schedule={}, target="simulated", commit="",
-                   floor={"answers": 0}, settings={"cluster": cluster}, versions={}, baseline=False)
+        self.write(
+            Kind.RUN, form=FORM, scenario=world, seed=seed, schedule={"steps": steps} if steps else {},
+            target="simulated", commit="", floor={"answers": 0}, settings={"cluster": cluster, **settings}, versions={},
+            baseline=False)
 
     def write(self, kind: Kind, **fields: Any) -> None:
         self.events.append({"at": self.clock(), "kind": kind.value, **fields})
@@ -33,9 +38,9 @@ class Log:
                    create=kv.create_revision if kv is not None else 0,
                    value=kv.value.decode() if kv is not None else "")
 
-    def end(self) -> list[Event]:
-        """All records, with the last one."""
-        self.write(Kind.END, phase="", report={}, alerts=[], aborted="")
+    def end(self, **found: Any) -> list[Event]:
+        """All records, with the last one. ``found``: what it has of a job that has ended."""
+        self.write(Kind.END, **{"phase": "", "report": {}, "alerts": [], "aborted": "", **found})
         return self.events
 
 
@@ -141,6 +146,9 @@ class SimClient(EtcdClient):
                 yield found
             elif op.kind == "get_prefix":
                 yield from sorted(self.model.range(op.key), key=lambda kv: kv.key)
+
+    def count(self, prefix: str, *, after: str = "", before: str = "") -> int:
+        return sum(kv.key > after and (not before or kv.key < before) for kv in self.range(prefix)[0])
 
     def grant(self, ttl_s: int) -> int:
         self.reach()

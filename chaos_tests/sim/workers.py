@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -41,7 +41,7 @@ class _Worker:
     task: Task
 
 
-def results(tasks: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Played]]:
+def results(tasks: Sequence[Task], jobs: int) -> Generator[tuple[Task, Played], None, None]:
     """The result of each task, in any order. Raises WorkerDied. All processes have ended once the iterator is closed,
     which it is also where its reader fails."""
     if min(jobs, len(tasks)) == 1:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 from chaos_tests.sim import alerts, cluster, election, flow, pipeline
 from chaos_tests.sim.flow import ASYNC_LIMITS, AsyncWorld
 from chaos_tests.sim.pipeline import LIMITS, PLAN, World
+from chaos_tests.sim.violation import Violation
 from elastic_rl.pipeline.sampling.fault_isolation import DropLimit
 
 STEPS = "steps"
@@ -74,7 +75,8 @@ WORLDS: Mapping[str, SimWorld] = {
                                                    "stop in the middle of an effect"}),
     "steps-liars": SimWorld("engines that say versions they do not have", _liars, pipeline.RL_KINDS | _LIES),
     "async": SimWorld("a run whose groups are generated beside the steps", lambda seed: AsyncWorld(
-        seed, replace(ASYNC_LIMITS, max_staleness=seed % 4)).run(), flow.KINDS | _QUEUE_READ_BY_RANKS),
+        seed, replace(ASYNC_LIMITS, max_staleness=seed % 4), state_every=2 + seed % 3, deaths=seed % 2 * 6).run(),
+        flow.KINDS | _QUEUE_READ_BY_RANKS),
     "async-parts": SimWorld("the same, with steps that are trained in parts", lambda seed: AsyncWorld(
         seed, replace(ASYNC_LIMITS, max_staleness=seed % 2, groups_per_part=1 + seed % 2)).run(),
         flow.KINDS | {"part of a step"}),
@@ -102,8 +104,8 @@ class Failure:
     world: str
     seed: int
     why: str
-    of_a_rule: bool = True
-    """Whether a rule of the world was broken; else the product itself has failed."""
+    rule: str = ""
+    """The rule that was broken; "" where the product itself, or its world, has failed."""
 
     def __str__(self) -> str:
         return f"{self.world}, seed {self.seed}: {self.why}"
@@ -136,8 +138,10 @@ def play(name: str, seeds: Iterable[int], *, until_s: float = float("inf")) -> P
         played.runs += 1
         try:
             found = WORLDS[name].run(seed)
+        except Violation as e:
+            played.failures.append(Failure(name, seed, str(e), e.rule))
         except Exception as e:  # a planted or real bug may raise anything
-            played.failures.append(Failure(name, seed, f"{type(e).__name__}: {e}", isinstance(e, AssertionError)))
+            played.failures.append(Failure(name, seed, f"{type(e).__name__}: {e}"))
         else:
             if isinstance(found, Counted):
                 played.counts.update(found.counts)
