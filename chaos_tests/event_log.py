@@ -37,7 +37,9 @@ class Kind(StrEnum):
     ``witness`` ("" when it was not seen to happen), ``injected_at`` (when it struck), ``detected_at``,
     ``healed_at`` (unix s or None), ``waited_s`` (for its victim, before ``injected_at``), ``may_go_unnoticed`` (whether
     nobody has to detect it), ``said`` (what the job's status said that it waits for), ``problem`` (why it did not
-    happen or was not seen to heal), ``breaks`` (the rule that it found broken; "")."""
+    happen or was not seen to heal), ``breaks`` (the rule that it found broken; ""), ``parts`` (that it strikes, the one
+    that it is a fault of first) and ``seen_in`` (the parts whose losses it may be the reason for), as the catalogue has
+    them; records of earlier releases have neither."""
     OPERATION = "operation"
     """An operation of a client, as ``chaos_tests.history.Operation`` has it: ``client``, ``key``, ``call``,
     ``argument``, ``began_s``, ``ended_s``, ``result``; ``model`` names the sequential model that judges it."""
@@ -114,6 +116,7 @@ _TYPES: Mapping[str, Sequence[tuple[Sequence[str], _Types, bool]]] = {
                (("arguments", "traffic", "must_see"), _LIST_OR_NONE, False),
                (("schedule", "settings", "versions", "floor"), _OBJECT, False)),
     Kind.FAULT: ((("name",), _TEXT, True), (("breaks",), _TEXT, False),
+                 (("parts", "seen_in"), _LIST_OR_NONE, False),
                  (("injected_at", "detected_at", "healed_at"), _TIME_OR_NONE, False)),
     Kind.OPERATION: ((("key",), _TEXT, True), (("began_s",), _TIME, True), (("ended_s",), _TIME_OR_NONE, False)),
     Kind.CHANGE: ((("revision",), _NUMBER, True), (("key",), _TEXT, True), (("create",), _NUMBER, False),

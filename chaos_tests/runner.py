@@ -446,7 +446,7 @@ class _FaultRecords:
         self._log, self._run_log, self._say = event_log, run_log, say
 
     def write(self, kind: str, **fields: Any) -> None:
-        self._log.write(Kind.FAULT, **fields)
+        self._log.write(Kind.FAULT, **fields, **FAULTS[fields["name"]].fields)
         self._run_log.write(kind, **fields)
         took = (f"healed after {fields['healed_at'] - fields['injected_at']:.1f} s" if fields["healed_at"] else
                 fields["problem"])
