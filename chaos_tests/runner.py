@@ -48,6 +48,7 @@ from elastic_rl.faults.undo import UndoRegistry, undo_all
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.report.build import parse_lines
 from elastic_rl.runtime.files import read_limited, replace_file
+from elastic_rl.runtime.patience import patiently
 
 log = logging.getLogger(__name__)
 
@@ -412,14 +413,15 @@ def _without_seal(change: Mapping[str, Any]) -> Mapping[str, Any]:
 def _answered(read: Callable[[], T], until: float) -> T | None:
     """What is read, once etcd answers; None where it does not by then, of the monotonic clock: the rest is worth
     judging."""
-    while True:
-        try:
-            return read()
-        except EtcdUnavailable as e:
-            if time.monotonic() >= until:
-                log.warning("not read at the end of the run: %s", e)
-                return None
-        time.sleep(_POLL_S)
+    def waiting(error: EtcdUnavailable) -> None:
+        if time.monotonic() >= until:
+            raise error
+
+    try:
+        return patiently(read, away=EtcdUnavailable, pauses_s=(_POLL_S, _POLL_S), pause=time.sleep, waiting=waiting)
+    except EtcdUnavailable as e:
+        log.warning("not read at the end of the run: %s", e)
+        return None
 
 
 def _end_traffic(traffic: Traffic, mark: int | None) -> None:
