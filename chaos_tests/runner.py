@@ -242,7 +242,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Of the checkout that this package is of; "" where it is of none."""
+    """The commit of the checkout that this package is of; "" where it is of none."""
     root = Path(__file__).resolve().parents[1]
 
     def asked(*words: str) -> str:
@@ -373,7 +373,7 @@ class _Play:
         return abort.reason(phase, alerts, injector.over, injector.under_way.values())
 
     def _await_alerts(self) -> None:
-        """Until all have ended, or for so long that one that has not will not."""
+        """Returns once all alerts have ended, or after so long that one that has not ended will not."""
         until = time.monotonic() + _ALERTS_END_S
         while time.monotonic() < until and not self._aborts.why:
             with suppress(EtcdUnavailable):

@@ -46,7 +46,7 @@ from elastic_rl.host.test_hosts.impaired_link import Impairment
 _ETCD_AWAY_S = 15.0
 """Longer than every lease."""
 _BEYOND_LEASE_S = 12.0
-"""For which a process is stopped, or has its GIL held, that is to come back when others take it for dead."""
+"""Time for which a process is stopped, or has its GIL held, that is to come back when others take it for dead."""
 _DISK_S, _BUSY_S, _PULSES_S, _RECORDS_S, _SECOND_ACTOR_S = 15.0, 15.0, 15.0, 10.0, 10.0
 
 
