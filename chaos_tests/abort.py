@@ -56,12 +56,15 @@ class AbortSwitch:
 @contextmanager
 def running(folder: Path) -> Iterator[AbortSwitch]:
     """Makes this process the one that runs in a folder within the block, which is made unless it is there; at its end,
-    whatever it is, what faults have left is undone. Raises ConfigError where another one does, and PreflightFailed for
-    a folder of another user, or a link."""
+    whatever it is, what faults have left is undone. Raises ConfigError where another one does, or for a folder that
+    others may enter, and PreflightFailed for a folder of another user, or a link."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     require_own_folder(folder, hint="name another folder with --out")
+    if (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o077:
+        raise ConfigError(f"others may enter {folder} (mode {mode:o}), and read what the run writes there",
+                          hint="chmod 700 it, or name a new folder with --out")
     with _opened(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT) as lock:
         if not file_lock.taken(lock):
             raise ConfigError(f"another process runs in {folder}", hint="name another folder with --out")

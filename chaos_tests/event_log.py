@@ -37,7 +37,9 @@ class Kind(StrEnum):
     ``witness`` ("" when it was not seen to happen), ``injected_at`` (when it struck), ``detected_at``,
     ``healed_at`` (unix s or None), ``waited_s`` (for its victim, before ``injected_at``), ``may_go_unnoticed`` (whether
     nobody has to detect it), ``said`` (what the job's status said that it waits for), ``problem`` (why it did not
-    happen or was not seen to heal), ``breaks`` (the rule that it found broken; "")."""
+    happen or was not seen to heal), ``breaks`` (the rule that it found broken; ""), ``parts`` (that it strikes, the one
+    that it is a fault of first) and ``seen_in`` (the parts whose losses it may be the reason for), as the catalogue has
+    them; records of earlier releases have neither."""
     OPERATION = "operation"
     """An operation of a client, as ``chaos_tests.history.Operation`` has it: ``client``, ``key``, ``call``,
     ``argument``, ``began_s``, ``ended_s``, ``result``; ``model`` names the sequential model that judges it."""
@@ -101,35 +103,61 @@ class EventLog:
 _MOST_BYTES = 256 << 20
 """Most bytes of a line: a report of a long run is in the last one."""
 _MOST_S = 1e12
-_Types = frozenset[type[Any]]
-_TEXT: _Types = frozenset({str})
-_NUMBER: _Types = frozenset({int})
-_NUMBER_OR_NONE: _Types = frozenset({int, type(None)})
-_TIME: _Types = frozenset({int, float})
-_TIME_OR_NONE: _Types = frozenset({int, float, type(None)})
-_OBJECT: _Types = frozenset({dict})
-_LIST_OR_NONE: _Types = frozenset({list, type(None)})
-_TYPES: Mapping[str, Sequence[tuple[Sequence[str], _Types, bool]]] = {
+_KINDS = frozenset(kind.value for kind in Kind)
+Form = Callable[[Any], bool]
+"""Whether a value is of a form."""
+
+
+def _is(*types: type[Any]) -> Form:
+    """A number that is no integer is finite."""
+    return lambda value: type(value) in types and (type(value) is not float or -_MOST_S < value < _MOST_S)
+
+
+def _list_of(form: Form) -> Form:
+    return lambda value: type(value) is list and all(map(form, value))
+
+
+def _or_none(form: Form) -> Form:
+    return lambda value: value is None or form(value)
+
+
+def _object_of(form: Form) -> Form:
+    return lambda value: type(value) is dict and all(map(form, value.values()))
+
+
+def _with(forms: Mapping[str, Form]) -> Form:
+    """An object with these fields."""
+    return lambda value: type(value) is dict and all(
+        name in value and form(value[name]) for name, form in forms.items())
+
+
+_TEXT, _NUMBER, _TIME, _TRUTH, _OBJECT = _is(str), _is(int), _is(int, float), _is(bool), _is(dict)
+_NUMBER_OR_NONE, _TIME_OR_NONE = _is(int, type(None)), _is(int, float, type(None))
+_TEXTS, _NUMBERS = _or_none(_list_of(_TEXT)), _object_of(_NUMBER)
+_STRIKES = _or_none(_list_of(_with({"faults": _list_of(_TEXT)})))
+_ALERTS = _or_none(_list_of(_with(dict.fromkeys(("id", "kind", "subject", "message", "phase", "severity"), _TEXT))))
+_FORMS: Mapping[str, Sequence[tuple[Sequence[str], Form, bool]]] = {
     Kind.RUN: ((("scenario", "target", "commit"), _TEXT, False),
-               (("arguments", "traffic", "must_see"), _LIST_OR_NONE, False),
-               (("schedule", "settings", "versions", "floor"), _OBJECT, False)),
-    Kind.FAULT: ((("name",), _TEXT, True), (("breaks",), _TEXT, False),
+               (("arguments", "traffic", "must_see"), _TEXTS, False), (("floor",), _NUMBERS, False),
+               (("schedule",), lambda value: type(value) is dict and _STRIKES(value.get("strikes")), False),
+               (("settings", "versions"), _OBJECT, False)),
+    Kind.FAULT: ((("name",), _TEXT, True), (("breaks",), _TEXT, False), (("parts", "seen_in"), _TEXTS, False),
                  (("injected_at", "detected_at", "healed_at"), _TIME_OR_NONE, False)),
     Kind.OPERATION: ((("key",), _TEXT, True), (("began_s",), _TIME, True), (("ended_s",), _TIME_OR_NONE, False)),
     Kind.CHANGE: ((("revision",), _NUMBER, True), (("key",), _TEXT, True), (("create",), _NUMBER, False),
-                  (("put",), frozenset({bool}), True), (("value",), _TEXT, False)),
+                  (("put",), _TRUTH, True), (("value",), _TEXT, False)),
     Kind.GAP: ((("first", "last"), _NUMBER, True),),
     Kind.WATCH: ((("client", "prefix"), _TEXT, True), (("revision",), _NUMBER, True), (("key",), _TEXT, False),
-                 (("put", "listed"), frozenset({bool}), False)),
+                 (("put", "listed"), _TRUTH, False)),
     Kind.STEP: ((("step",), _NUMBER, True),),
     Kind.EVENT: ((("name", "subject", "message"), _TEXT, True),),
     Kind.NOTIFICATION: ((("alert", "subject", "phase"), _TEXT, True),),
     Kind.LEFTOVER: ((("what",), _TEXT, True),),
-    Kind.END: ((("report", "records"), _OBJECT, False), (("revision",), _NUMBER_OR_NONE, False),
-               (("alerts", "committed_steps", "problems"), _LIST_OR_NONE, False),
-               (("phase", "aborted"), _TEXT, False)),
+    Kind.END: ((("report",), _OBJECT, False), (("records",), _NUMBERS, False), (("revision",), _NUMBER_OR_NONE, False),
+               (("alerts",), _ALERTS, False), (("committed_steps",), _or_none(_list_of(_NUMBER)), False),
+               (("problems",), _TEXTS, False), (("phase", "aborted"), _TEXT, False)),
 }
-"""The fields without which nothing can be said of a kind, and others that records have: their names, types, and whether
+"""The fields without which nothing can be said of a kind, and others that records have: their names, form, and whether
 they must be there."""
 
 
@@ -142,6 +170,7 @@ def read(path: Path) -> Iterator[Event]:
     """The records of a log, in the order of the file. A last line without its end is that of a process that was killed
     while it wrote it, and is left out. Raises ValueError, which says where, for a file that is no log of this form, and
     OSError."""
+    ended = False
     with open(path, "rb", opener=_without_waiting) as lines:
         for number in itertools.count(1):
             line = lines.readline(_MOST_BYTES)
@@ -155,6 +184,9 @@ def read(path: Path) -> Iterator[Event]:
                                     or record.get("form") != FORM):
                     raise ValueError(f"this is no event log of form {FORM}")
                 _require_form(record)
+                if ended or (number > 1 and record["kind"] == Kind.RUN):
+                    raise ValueError("the run has ended before it" if ended else "a second run begins here")
+                ended = record["kind"] == Kind.END
             except (ValueError, RecursionError) as e:
                 raise ValueError(f"{path}, line {number}, is no record of a chaos run: {str(e)[:200]}") from e
             yield record
@@ -173,12 +205,14 @@ def _require_form(record: Any) -> None:
     at: Any = record.get("at")
     if type(kind) is not str or type(at) not in (int, float) or not -_MOST_S < at < _MOST_S:
         raise ValueError("it has no kind, or no time")
-    for names, types, needed in _TYPES.get(kind, ()):
+    if kind not in _KINDS:
+        raise ValueError(f"its kind {kind[:40]!r} is unknown: it may be of a later release")
+    for names, form, needed in _FORMS.get(kind, ()):
         for name in names:
             if name not in record:
                 if needed:
                     raise ValueError(f"{name} of {kind} is missing")
-            elif type(value := record[name]) not in types or (type(value) is float and not -_MOST_S < value < _MOST_S):
+            elif not form(value := record[name]):
                 raise ValueError(f"{name} of {kind} is of another form: {str(value)[:80]!r}")
 
 

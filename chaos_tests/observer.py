@@ -23,7 +23,7 @@ from etcd3.exceptions import RevisionCompactedError
 _SILENT_S = 5.0
 """After so long without a change it asks whether there was one, of which the watch would have told."""
 _VALUE_BYTES = 64 << 10
-"""Of a longer value only the size is printed, as ``omitted_bytes``: the longest that checkers read is the record of a
+"""A longer value is printed as its size alone, ``omitted_bytes``: the longest that checkers read is the record of a
 state of the trainer, which has the groups that were consumed."""
 
 

@@ -48,6 +48,7 @@ from elastic_rl.faults.undo import UndoRegistry, undo_all
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.report.build import parse_lines
 from elastic_rl.runtime.files import read_limited, replace_file
+from elastic_rl.runtime.patience import patiently
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +242,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Of the checkout that this package is of; "" where it is of none."""
+    """The commit of the checkout that this package is of; "" where it is of none."""
     root = Path(__file__).resolve().parents[1]
 
     def asked(*words: str) -> str:
@@ -372,7 +373,7 @@ class _Play:
         return abort.reason(phase, alerts, injector.over, injector.under_way.values())
 
     def _await_alerts(self) -> None:
-        """Until all have ended, or for so long that one that has not will not."""
+        """Returns once all alerts have ended, or after so long that one that has not ended will not."""
         until = time.monotonic() + _ALERTS_END_S
         while time.monotonic() < until and not self._aborts.why:
             with suppress(EtcdUnavailable):
@@ -412,14 +413,15 @@ def _without_seal(change: Mapping[str, Any]) -> Mapping[str, Any]:
 def _answered(read: Callable[[], T], until: float) -> T | None:
     """What is read, once etcd answers; None where it does not by then, of the monotonic clock: the rest is worth
     judging."""
-    while True:
-        try:
-            return read()
-        except EtcdUnavailable as e:
-            if time.monotonic() >= until:
-                log.warning("not read at the end of the run: %s", e)
-                return None
-        time.sleep(_POLL_S)
+    def waiting(error: EtcdUnavailable) -> None:
+        if time.monotonic() >= until:
+            raise error
+
+    try:
+        return patiently(read, away=EtcdUnavailable, pauses_s=(_POLL_S, _POLL_S), pause=time.sleep, waiting=waiting)
+    except EtcdUnavailable as e:
+        log.warning("not read at the end of the run: %s", e)
+        return None
 
 
 def _end_traffic(traffic: Traffic, mark: int | None) -> None:
@@ -446,7 +448,7 @@ class _FaultRecords:
         self._log, self._run_log, self._say = event_log, run_log, say
 
     def write(self, kind: str, **fields: Any) -> None:
-        self._log.write(Kind.FAULT, **fields)
+        self._log.write(Kind.FAULT, **fields, **FAULTS[fields["name"]].fields)
         self._run_log.write(kind, **fields)
         took = (f"healed after {fields['healed_at'] - fields['injected_at']:.1f} s" if fields["healed_at"] else
                 fields["problem"])

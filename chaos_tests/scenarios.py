@@ -52,7 +52,7 @@ class Scenario:
     faults: Mapping[str, float] = field(default_factory=dict)
     """Faults that are drawn, by name in the catalogue, with their weights."""
     steps_per_minute: float = 60.0
-    """With its faults, about. Where a run of another length is asked for, it has as many faults a minute."""
+    """Steps of its job in a minute, about, with its faults. A run of another length has as many faults a minute."""
     pace: Pace = Pace(3, 6, 15)
     """Steps before, between and after the strikes of a run by steps."""
     pace_s: Pace = Pace(20, 10, 60)

@@ -46,7 +46,7 @@ from elastic_rl.host.test_hosts.impaired_link import Impairment
 _ETCD_AWAY_S = 15.0
 """Longer than every lease."""
 _BEYOND_LEASE_S = 12.0
-"""For which a process is stopped, or has its GIL held, that is to come back when others take it for dead."""
+"""Time for which a process is stopped, or has its GIL held, that is to come back when others take it for dead."""
 _DISK_S, _BUSY_S, _PULSES_S, _RECORDS_S, _SECOND_ACTOR_S = 15.0, 15.0, 15.0, 10.0, 10.0
 
 
@@ -95,10 +95,38 @@ class Entry:
     """Whether a replica of ``part`` is lost or away."""
     repaired_unseen: bool = False
     """Whether the process is replaced in place, before anything depends on it: no alert tells of it."""
+    slows: bool = False
+    """Whether it makes work slow, and nothing else: it is no reason for any loss."""
+    ends_leases: bool = False
+    """Whether it lasts so long that every lease may end: it is a reason for the loss of any member."""
 
     @property
     def parts(self) -> frozenset[Part]:
         return self.also | {self.part}
+
+    @property
+    def seen_in(self) -> frozenset[Part]:
+        """The parts whose losses it may be the reason for."""
+        if self.slows or not (self.takes_replica or self.also):
+            return frozenset()
+        if self.ends_leases:
+            return frozenset(Part)
+        beyond = frozenset[Part]() if self.repaired_unseen else SEEN_BEYOND.get(self.part, frozenset())
+        return self.parts | beyond
+
+    @property
+    def fields(self) -> Mapping[str, Sequence[str]]:
+        """What the record of the fault says of it: ``parts``, its ``part`` first, and ``seen_in``."""
+        return {"parts": [self.part, *sorted(self.also - {self.part})], "seen_in": sorted(self.seen_in)}
+
+
+SEEN_BEYOND: Mapping[Part, frozenset[Part]] = {
+    Part.HOSTS: frozenset(Part),
+    Part.RAY: frozenset({Part.ENGINES, Part.TRAINER, Part.ROLES}),
+    Part.RUN: frozenset({Part.DRIVER}),
+}
+"""Parts that are lost with another one, though a fault that strikes it strikes none of them: a host takes with it all
+that runs on it, Ray the actors, and a run its driver."""
 
 
 def _struck(part: str, way: Way, strikes: Part, what: str, *, weight: float = 0.5, state: states.State | None = None,
@@ -127,7 +155,8 @@ _PARTS_LOST: Mapping[str, Entry] = {
                          takes_all=True, also=frozenset({Part.DRIVER})),
     "etcd_stopped": Entry(lambda c: EtcdStopped(c, _ETCD_AWAY_S), Part.ETCD,
                           f"SIGSTOP of etcd for {_ETCD_AWAY_S:g} s: connections stay, nothing answers, and a host that "
-                          "has no lease for so long ends its driver", takes_all=True, also=frozenset({Part.DRIVER})),
+                          "has no lease for so long ends its driver", takes_all=True, also=frozenset({Part.DRIVER}),
+                          ends_leases=True),
 }
 _ETCD_SLOW, _ANSWERS_LOST = "etcd_slow", "etcd_answers_lost"
 _OTHERS: Mapping[str, Entry] = {
@@ -176,7 +205,7 @@ _OTHERS: Mapping[str, Entry] = {
                                  repaired_unseen=True),
     "etcd_terminated": _struck("etcd", Way.TERMINATED, Part.ETCD, "SIGTERM of etcd", also={Part.DRIVER}),
     "busy_cores": Entry(lambda c: BusyCores(c, _BUSY_S), Part.HOSTS, "other processes use all cores for a while", 0.5,
-                        takes_replica=False),
+                        takes_replica=False, slows=True),
     # -- in a state
     "engine_killed_generating": _struck("engine", Way.KILLED, Part.ENGINES, "kill -9 of an engine that generates",
                                         state=states.GENERATING),
@@ -210,7 +239,7 @@ _OTHERS: Mapping[str, Entry] = {
                          needs=frozenset({Need.DISK}), also=frozenset({Part.ENGINES})),
     _ETCD_SLOW: Entry(lambda c: EtcdPulsed(c, _ETCD_SLOW, seconds=_PULSES_S, stopped_s=0.15, running_s=0.1,
                                            loses_answers=False), Part.ETCD,
-                      "etcd is stopped for moments, as by a disk whose fsync is slow", 0.5),
+                      "etcd is stopped for moments, as by a disk whose fsync is slow", 0.5, slows=True),
     _ANSWERS_LOST: Entry(lambda c: EtcdPulsed(c, _ANSWERS_LOST, seconds=_PULSES_S, stopped_s=0.8, running_s=0.4,
                                               loses_answers=True), Part.ETCD,
                          "etcd is stopped for longer than a call waits: writes are made whose answers are lost", 0.5),

@@ -74,7 +74,7 @@ class Trend:
 
 
 def trends(events: Iterable[Event]) -> list[Trend]:
-    """Of each series that has samples enough, by kind and subject."""
+    """The trends of the series that have samples enough, by kind and subject."""
     found = [(kind, subject, trend_of(points)) for (kind, subject), points in sorted(series(events).items())]
     return [Trend(kind, subject, *numbers) for kind, subject, numbers in found if numbers is not None]
 
@@ -110,7 +110,7 @@ class _Clock:
         self._known = sorted(steps.items())
 
     def at(self, at: float) -> float | None:
-        """None before the first time that is known; after the last one the step of that."""
+        """The step at that time: None before the first time that is known, and the last step after the last one."""
         after = bisect.bisect_right(self._known, (at, float("inf")))
         if not after:
             return None

@@ -61,7 +61,7 @@ def role_of(command: Sequence[str], ancestors: Sequence[Sequence[str]] = ()) -> 
 
 
 def _titled(title: str, ancestors: Sequence[Sequence[str]]) -> str:
-    """Of a process that has given itself a title (Ray, SGLang): what it is, without what it is just doing."""
+    """What a process is that has given itself a title (Ray, SGLang), without what it is just doing."""
     owner, _, what = title.partition("::")
     if owner == "ray":
         found = re.match(r"(ServeReplica:[^:.]+|[A-Za-z]+)", what)

@@ -117,20 +117,20 @@ def _words(value: Any) -> tuple[str, ...]:
 
 
 def drawn(seed: int, steps: int, faults: int, catalogue: Mapping[str, float], *, together: float = 0.25,
-          before: int = 2, apart: int = 4, after: int = 6, struck: Mapping[str, Set[str]] = MappingProxyType({})
-          ) -> Schedule:
+          before: int = 2, apart: int = 4, after: int = 6, struck: Mapping[str, Set[str]] = MappingProxyType({}),
+          unit: str = "steps") -> Schedule:
     """A schedule with this many faults. ``catalogue``: the faults by name, each with its weight. ``together``: share of
     the strikes that have two faults. ``before``, ``after``: steps at the begin and at the end without a strike.
     ``apart``: steps from one strike to the next one, at least: a recovery is over when further steps were done.
     ``struck``: what each fault strikes; two faults that strike the same are not in one strike, since one may leave the
-    other nothing to strike.
+    other nothing to strike. ``unit``: what errors call the steps.
 
     Each fault of the catalogue comes once before any comes again, as long as there are enough. Raises ValueError for
     numbers that do not fit."""
     if not catalogue or any(weight <= 0 for weight in catalogue.values()) or faults < 1:
         raise ValueError("a schedule has faults, each with a weight above 0")
     if not apart * (faults // 2 - 1) <= steps < math.inf:  # before many are drawn; two may be struck at once
-        raise ValueError(f"{faults} faults, {apart} steps apart, need more than {steps} steps")
+        raise ValueError(f"{faults} faults, {apart} {unit} apart, need more than {steps} {unit}")
     choose = random.Random(seed)
     names = sorted(catalogue)
     order = choose.sample(names, len(names))[:faults]
@@ -145,7 +145,8 @@ def drawn(seed: int, steps: int, faults: int, catalogue: Mapping[str, float], *,
         groups.append((one,) if other is None else (one, other))
     spare = steps - before - after - (len(groups) - 1) * (apart - 1)  # places if the steps in between took none
     if len(groups) > spare:
-        raise ValueError(f"{len(groups)} strikes, {apart} steps apart, need more than {steps} steps")
+        raise ValueError(f"{len(groups)} strikes, {apart} {unit} apart, with {before} {unit} before and {after} after "
+                         f"them, need more than {steps} {unit}")
     places = sorted(choose.sample(range(spare), len(groups)))
     at = [1 + before + place + i * (apart - 1) for i, place in enumerate(places)]
     return Schedule(seed, steps, tuple(Strike(step, group) for step, group in zip(at, groups, strict=True)))
@@ -156,7 +157,7 @@ def drawn_by_time(seed: int, minutes: float, faults: int, catalogue: Mapping[str
                   struck: Mapping[str, Set[str]] = MappingProxyType({})) -> Schedule:
     """As ``drawn``, of a run of so many minutes, with whole seconds in the place of steps."""
     found = drawn(seed, int(minutes * 60), faults, catalogue, together=together, before=before_s, apart=apart_s,
-                  after=after_s, struck=struck)
+                  after=after_s, struck=struck, unit="seconds")
     return replace(found, steps=0, minutes=minutes,
                    strikes=tuple(Strike(0, strike.faults, float(strike.step)) for strike in found.strikes))
 

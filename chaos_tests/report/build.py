@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,17 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from chaos_tests.event_log import Event, Records
+from chaos_tests.faults.catalogue import Part
 from chaos_tests.report.html import render
 from chaos_tests.validate.attribution import began
 from chaos_tests.validate.judge import judge
 from chaos_tests.validate.statistics import Timeline, statistics, timeline
 from chaos_tests.validate.verdict import RULES, State, Verdict
+from elastic_rl.config import Config
 from elastic_rl.runtime.files import replace_file
 
 FORM = 1
 """Form of report.json."""
 EVENTS, BASELINE = "events.jsonl", "baseline"
 REPORT, PAGE = "report.json", "report.html"
+_PARTS = "|".join(Part)
+_VALUES: Mapping[str, re.Pattern[str]] = {
+    "--only": re.compile(f"(?:{_PARTS})(?:,(?:{_PARTS}))*"), "--at-once": re.compile(r"\d{1,6}"),
+    "--recovery-minutes": re.compile(r"[\d.]{1,12}")}
+"""Options of a line that strikes a job, and what their values look like."""
+_SETTING = re.compile(r"--[a-z_]+(\.\w+)*=")
+_OPTIONS = frozenset({"seed", "only"})
+"""Names of settings that are options of the command, too."""
 _MOST_RECORDS, _MOST_CHARS = 6, 1200
 """Most records of a violation, and characters of a value of them, that a report has: the log has all."""
 
@@ -74,8 +85,26 @@ def reproduce(run: Event) -> str:
               ["--steps", str(schedule.get("steps", 0))])
     faults = sum(len(strike["faults"]) for strike in schedule.get("strikes") or ())
     return shlex.join(["elastic-rl", "chaos", "run", "--scenario", str(run["scenario"]), "--seed", str(run.get("seed")),
-                       *length, "--faults", str(faults), *map(str, schedule.get("settings") or ()),
-                       *map(str, run.get("arguments") or ())])
+                       *length, "--faults", str(faults), *filter(_is_setting, map(str, schedule.get("settings") or ())),
+                       *arguments(run)])
+
+
+def arguments(run: Event) -> list[str]:
+    """The words of ``arguments`` of a log that name a job and what of it may be struck. Somebody may have sent the log:
+    others, such as one that would not ask, are left out."""
+    found, words = list[str](), iter(map(str, run.get("arguments") or ()))
+    for word in words:
+        if word in _VALUES:
+            value = next(words, "")
+            found += [word, value] if _VALUES[word].fullmatch(value) else []
+        elif word == "--allow-last" or _is_setting(word):
+            found.append(word)
+    return found
+
+
+def _is_setting(word: str) -> bool:
+    name = word.removeprefix("--").partition("=")[0]
+    return bool(_SETTING.match(word)) and name.partition(".")[0] in Config.model_fields and name not in _OPTIONS
 
 
 def write(folder: Path) -> Judged:

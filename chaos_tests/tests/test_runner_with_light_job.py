@@ -64,6 +64,7 @@ def test_run_on_an_own_cluster_is_struck_watched_and_judged(tmp_path: Path, monk
     assert [*outcome.wrong] == [] and not outcome.failed
     [fault] = records(folder, Kind.FAULT)
     assert fault["name"] == "coordinator_killed" and fault["witness"] and fault["healed_at"] >= fault["detected_at"]
+    assert fault["parts"] == fault["seen_in"] == ["coordinators"]
     assert [step["step"] for step in records(folder, Kind.STEP)] == [*range(1, STEPS + 1)]
     [end] = records(folder, Kind.END)
     assert end["phase"] == "finished" and end["committed_steps"] == [*range(1, STEPS + 1)] and not end["problems"]

@@ -40,6 +40,7 @@ _PARTS: Mapping[str, frozenset[Part]] = {
     "router": frozenset({Part.ROUTER, Part.DRIVER}), "etcd": frozenset({Part.ETCD}), "compute": frozenset({Part.RAY}),
     "host": frozenset({Part.HOSTS}), "queue": frozenset({Part.ROLES})}
 """Component of an alert's kind → the parts whose loss gives it; a component that is not here is a role."""
+_KNOWN = frozenset(part.value for part in Part)
 
 
 def began(fault: Event) -> float:
@@ -74,6 +75,39 @@ def gives_alert(fault: Event) -> bool:
         fault.get("may_go_unnoticed") is False or any(how in str(fault.get("witness")) for how in _ENDED))
 
 
+def struck(fault: Event) -> Sequence[Part]:
+    """The parts that a fault strikes, the one that it is a fault of first. A record of an earlier release does not say
+    it, and the catalogue does; of a fault that neither knows, none."""
+    return _of_record(fault, "parts")
+
+
+def seen_in(fault: Event) -> frozenset[Part]:
+    """The parts whose losses a fault may be the reason for; otherwise as ``struck``."""
+    return frozenset(_of_record(fault, "seen_in"))
+
+
+def _of_record(fault: Event, name: str) -> Sequence[Part]:
+    known = fault.get(name)
+    if known is None:
+        entry = FAULTS.get(str(fault["name"]))
+        known = entry.fields[name] if entry is not None else ()
+    return [Part(part) for part in known if part in _KNOWN]
+
+
+def explains(fault: Event, event: Event) -> bool:
+    """Whether a fault may be the reason for an event of the product: it is seen in its part, or names its subject; or
+    the event says how a fault goes on, of any that takes something away."""
+    if not (seen := seen_in(fault)):
+        return False
+    return bool(parts(str(event["name"])) & seen or str(event["name"]).startswith(_CONSEQUENCES)
+                or names(fault, str(event["subject"])))
+
+
+def names(fault: Event, subject: str) -> bool:
+    """Whether the target of a fault has the subject as a word."""
+    return bool(subject) and subject in re.split(r"[\s,()/]+", str(fault.get("target")))
+
+
 @dataclass
 class _Account:
     """What a fault may still account for."""
@@ -92,11 +126,10 @@ class _Account:
 
     @classmethod
     def of(cls, fault: Event) -> _Account:
-        entry = FAULTS.get(str(fault["name"]))
-        if entry is None:
+        of = struck(fault)
+        if not of:
             return cls(fault, frozenset(Part), frozenset(), victims(fault))
-        also = entry.also - {entry.part}
-        return cls(fault, frozenset({entry.part}), also, max(1, victims(fault) - len(also)))
+        return cls(fault, frozenset(of[:1]), frozenset(of[1:]), max(1, victims(fault) - len(of[1:])))
 
     def takes(self, alert: Event) -> bool:
         """Accounts for an alert, if it may."""
@@ -107,7 +140,7 @@ class _Account:
                 self.consequences.add((kind, subject))
             return fits
         of, one = parts(kind), (kind.partition(".")[0], subject)
-        if self.left and (of & self.main or self.names(subject)):
+        if self.left and (of & self.main or names(self.fault, subject)):
             self.left -= 1
             return True
         if of & self.also and one not in self.others:
@@ -115,13 +148,9 @@ class _Account:
             return True
         return False
 
-    def names(self, subject: str) -> bool:
-        """Whether its target has the subject as a word."""
-        return bool(subject) and subject in re.split(r"[\s,()/]+", str(self.fault.get("target")))
-
 
 def parts(kind: str) -> frozenset[Part]:
-    """The parts whose loss gives an alert of a kind."""
+    """The parts whose loss gives an alert, or an event, of a kind."""
     return _PARTS.get(kind.partition(".")[0], frozenset({Part.ROLES}))
 
 
@@ -145,7 +174,7 @@ def attributed(alerts: Iterable[Event], faults: Iterable[Event]) -> Attribution:
     for alert in alerts:
         at = float(alert["since"])
         found = sorted((account for account in accounts if under_way(account.fault, at)), key=lambda account: (
-            not account.names(str(alert["subject"])), not parts(str(alert["kind"])) & account.main,
+            not names(account.fault, str(alert["subject"])), not parts(str(alert["kind"])) & account.main,
             ended(account.fault)))
         account = next((account for account in found if account.takes(alert)), None)
         if account is None:

@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from chaos_tests.event_log import Event, Kind
+from chaos_tests.faults.catalogue import Part
 from chaos_tests.validate.attribution import (
     AFTER_S,
     NOT_OF_FAULTS,
     attributed,
     began,
     ended,
+    explains,
     is_of_fault,
+    seen_in,
     under_way,
     victims,
 )
@@ -41,6 +44,8 @@ _NOTICE_S = 60.0
 _FIRST_S = 5.0
 """Longest from an alert's begin to its first notice: one that fires later before the end of a log may have none."""
 _STATUS, _ALERTS = below(Keys("j").job_status()), below(Keys("j").alerts_prefix())
+_NOTIFY = frozenset({Part.COORDINATORS, Part.ETCD})
+"""The parts by which alerts are notified."""
 COMPARED_SHARE = 0.8
 """Least share of the steps on the newest weights that have to compare log-probs, where no more are missing than there
 were faults: what a step has measured is lost with the loop that did it."""
@@ -325,8 +330,7 @@ class Alerts(FaultChecker):
     def _delivered(self, end: Event | None) -> None:
         """A notice is delivered at least once: one more time where the leader, or etcd, is lost between its sending and
         the record of it."""
-        losses = sum(str(fault["name"]).startswith(("coordinator", "etcd", "all_coordinators", "host"))
-                     for fault in self.happened)
+        losses = sum(not _NOTIFY.isdisjoint(seen_in(fault)) for fault in self.happened)
         for (key, phase), notices in self._notices.items():
             if len(notices) > 1 + losses:
                 self.violated(f"{phase} of the alert {notices[0]['alert']} of {notices[0]['subject']} was notified "
@@ -400,31 +404,6 @@ class Alerts(FaultChecker):
                 f"fired, {sum(map(len, self._notices.values()))} notices received")
 
 
-_SLOWNESS = ("busy_cores", "_slow", "_late", "_lossy")
-"""How names of faults end that make work slow and nothing else: they are no excuse for a fault that is found."""
-_LOSSES = (".dead", ".hung")
-"""How kinds of events end that say that a member is lost."""
-_TAKES: Mapping[str, frozenset[str]] = {
-    **dict.fromkeys(("engine", "all_engines", "scheduler"), frozenset({"engine"})),
-    **dict.fromkeys(("rollout", "advantages", "router"), frozenset[str]()),
-    **dict.fromkeys(("actor", "second_actor"), frozenset({"actor"})),
-    "trainer": frozenset({"critic", "actor_fwd", "reference"}),
-    **dict.fromkeys(("dcs", "chunk"), frozenset({"dcs", "engine"}))}
-"""How names of faults begin that strike one part, and the roles that lose members with it beside those that the fault
-names. Others, of etcd, hosts, Ray, the run, its driver or a coordinator, may be seen in any part."""
-
-
-def explains(fault: Event, event: Event) -> bool:
-    """Whether a fault may be the reason for what an event says: one that strikes a part is none for the loss of a
-    member of another part."""
-    name, kind = str(fault["name"]), str(event["name"])
-    taken = next((roles for begin, roles in _TAKES.items() if name.startswith(begin)), None)
-    if taken is None or not kind.endswith(_LOSSES):
-        return True
-    role = kind.partition(".")[0]
-    return role in taken or role in name or role in str(fault.get("target"))
-
-
 # -- I14 ---------------------------------------------------------------------------------------------------------------
 class SlowWork(FaultChecker):
     """No fault is found, and nothing is restarted, where none was injected that strikes it."""
@@ -440,13 +419,13 @@ class SlowWork(FaultChecker):
     def other(self, event: Event) -> None:
         self._events += 1
         kind = event_kinds.find(str(event["name"]))
-        if kind is not None and (kind.begins or kind.counted) and not str(event["name"]).startswith(NOT_OF_FAULTS):
+        if kind is not None and (kind.begins or kind.counted) and not kind.ends and not kind.name.startswith(
+                NOT_OF_FAULTS):  # the end of a fault comes as late as it will; its begin is judged
             self._found.append(event)
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
-        injected = [fault for fault in self.faults
-                    if fault.get("injected_at") is not None and not str(fault["name"]).endswith(_SLOWNESS)]
+        injected = [fault for fault in self.faults if fault.get("injected_at") is not None and seen_in(fault)]
         for event in self._found:
             under_way = [fault for fault in injected
                          if began(fault) - 1.0 <= float(event["at"]) <= ended(fault) + AFTER_S]

@@ -32,7 +32,7 @@ class Step:
     event: Event
     """Its record in the log."""
     before: Event | None
-    """Of the change before; None: there was nothing, or nothing that was seen."""
+    """The record of the change before; None: there was nothing, or nothing that was seen."""
 
     @cached_property
     def scope(self) -> str:
@@ -145,7 +145,7 @@ class Transaction:
     steps: list[Step]
     after: Store
     absent_before: frozenset[str] = frozenset()
-    """Of its keys, those that were known not to be there."""
+    """Those of its keys that were known not to be there."""
 
     @cached_property
     def _by_key(self) -> Mapping[str, Step]:

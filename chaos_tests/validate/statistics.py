@@ -81,7 +81,7 @@ class Timeline:
     end: Event | None = None
     steps: list[StepTime] = field(default_factory=list)
     effective: Effective = field(default_factory=Effective)
-    """Of each step its ``StepTime``."""
+    """The ``StepTime`` of each step, as it was done last."""
     faults: list[Event] = field(default_factory=list)
     redone: list[tuple[float, int]] = field(default_factory=list)
     """(time, number of steps) each time that steps were begun again."""

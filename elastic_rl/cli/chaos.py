@@ -135,9 +135,7 @@ def run(ctx: typer.Context,
         radius = _radius(only, at_once, faults, allow_last)
         _attached(ctx, file, schedule, radius, out_folder, recovery_minutes, dry_run=dry_run, yes=yes, output=output)
     else:
-        if file is not None:
-            raise ConfigError("a scenario has the settings of its job", hint=(
-                "give others as --key.sub=value; or name a job that runs with --job=NAME"))
+        _require_no_file(file)
         _own(ctx, schedule(None, None), out_folder, baseline, dry_run=dry_run, output=output)
 
 
@@ -155,6 +153,7 @@ def replay(ctx: typer.Context, path: Annotated[Path, typer.Argument(metavar="FOL
     schedule, attaches = runner.schedule_at(path), names_target(ctx, file)
     _require_effect(ctx, attaches, *(["faults"] if not attaches else []))
     if not attaches:
+        _require_no_file(file)
         given = _settings(ctx)
         keys = {word.partition("=")[0] for word in given}
         kept = [word for word in schedule.settings if word.partition("=")[0] not in keys]
@@ -232,7 +231,8 @@ def abort(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
 @app.command("check")
 def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the results of a run.")],
           output: Output = Format.TABLE) -> None:
-    """Judge a run again by its log, which may have been made on another machine; code 1 where a rule is broken."""
+    """Judge a run again by its log, which may have been made on another machine; code 1 where a rule is broken, the run
+    was aborted, or it does not show what it had to."""
     from chaos_tests import report, runner
     from chaos_tests.event_log import Records
     if not (folder / report.EVENTS).is_file():
@@ -245,7 +245,10 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
         raise ConfigError(str(e) if isinstance(e, ValueError | OSError) else
                           f"the log in {folder} has records of another form: {type(e).__name__} {e}",
                           hint="it is damaged, or of another release") from e
-    _show(outcome, output, [*map(str, first.get("arguments") or ())])
+    if "must_see" not in first:
+        _progress("the log is of an earlier release: it does not say which rules the run had to show")
+    has_schedule = (folder / runner.SCHEDULE).is_file()
+    _show(outcome, output, report.arguments(first), again="" if has_schedule else report.reproduce(first))
 
 
 # -- without real parts ------------------------------------------------------------------------------------------------
@@ -253,9 +256,10 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
 def sim(seeds: Annotated[int, typer.Option("--seeds", min=1, max=_MOST_STEPS, help="Runs of each world.")] = 200,
         first: Annotated[int, typer.Option("--first", min=0, max=1 << 60, help="The first seed.")] = 0,
         worlds: Annotated[list[str] | None, typer.Option("--worlds", metavar="NAME", show_default=False, help=(
-            "Only this world; may be repeated."))] = None,
-        minutes: Annotated[float, typer.Option("--minutes", min=0.0, help="Begin no further run after so long.")
-                           ] = float("inf"),
+            "Only this world, or these with commas in between; may be repeated."))] = None,
+        minutes: Annotated[float, typer.Option("--minutes", min=0.0, metavar="M", show_default=False, help=(
+            "Begin no further run after so many minutes. Runs that were not begun are said, and are no failure."))
+            ] = float("inf"),
         jobs: Annotated[int, typer.Option("--jobs", min=0, max=1000, help="Processes; 0: one for each core.")] = 0,
         coverage: Annotated[bool, typer.Option("--coverage", help=(
             "Say how often each kind of fault, step and branch of a world happened, and what never did."))] = False,
@@ -263,7 +267,8 @@ def sim(seeds: Annotated[int, typer.Option("--seeds", min=1, max=_MOST_STEPS, he
     """Run simulated worlds with many seeds; code 1 where a rule is broken, or a world has not run at all."""
     from chaos_tests.sim import command, workers
     from chaos_tests.sim.worlds import WORLDS
-    names = [*dict.fromkeys(worlds or WORLDS)]
+    given = [name.strip() for word in worlds or () for name in word.split(",")]
+    names = [*dict.fromkeys(given or WORLDS)]
     if unknown := [name for name in names if name not in WORLDS]:
         raise ConfigError(f"there are no worlds {', '.join(unknown)}", hint=f"known: {', '.join(WORLDS)}")
     logging.disable()  # what the product logs in worlds that fail is expected
@@ -303,6 +308,13 @@ def _require_effect(ctx: typer.Context, attaches: bool, *more: str) -> None:
                           hint="leave it out" if attaches else "name its job with --job=NAME, or leave it out")
 
 
+def _require_no_file(file: Path | None) -> None:
+    """Raises ConfigError for a file of settings of a run on a cluster of its own."""
+    if file is not None:
+        raise ConfigError("a scenario has the settings of its job", hint=(
+            "give others as --key.sub=value; or name a job that runs with --job=NAME"))
+
+
 def _require_secrets(schedule: Schedule) -> None:
     """Raises ConfigError for a schedule out of which a secret was taken before it was kept."""
     from elastic_rl.config import secrets as kept
@@ -329,6 +341,8 @@ def _drawn(scenario: str, seed: int, *, minutes: float, steps: int, faults: int 
     from chaos_tests.faults.catalogue import met
     from chaos_tests.scenarios import SCENARIOS
     of = SCENARIOS[scenario]
+    if not of.faults and faults:
+        raise ConfigError(f"the scenario {scenario} has no faults", hint="leave --faults out, or choose another one")
     if target is None or radius is None:
         from chaos_tests.target import own_config
         has = met(own_config(Path(), of.settings, settings, seed=seed))
@@ -362,6 +376,8 @@ def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, baseline: 
                  if (why := blast_radius.unmet(name, has))}:
         raise ConfigError("the schedule has faults that are not possible here: " + "; ".join(
             f"{name}: {why}" for name, why in sorted(unmet.items())), hint="run it on another machine")
+    if folder is not None and any(word.startswith("--run_dir=") for word in overrides(ctx.args)):
+        raise ConfigError("--run_dir: the results go to --out", hint="leave one of them out")
     if dry_run:
         sys.stdout.write(schedule.to_json())
         return
@@ -488,10 +504,10 @@ def _new_folder(schedule: Schedule, run_dir: Path, what: str = "") -> Path:
     return run_dir.resolve() / "chaos" / "-".join(words)
 
 
-def _show(outcome: Outcome, output: Format, arguments: Sequence[str] = ()) -> None:
-    """Prints the outcome of a run, and ends the command with its code. ``arguments``: of the line that runs it again.
-    """
-    again = shlex.join(["elastic-rl", "chaos", "replay", str(outcome.folder / "schedule.json"), *arguments])
+def _show(outcome: Outcome, output: Format, arguments: Sequence[str] = (), *, again: str = "") -> None:
+    """Prints the outcome of a run, and ends the command with its code. ``arguments``: of the line that runs its
+    schedule again; ``again``: another line that does, where there is no schedule."""
+    again = again or shlex.join(["elastic-rl", "chaos", "replay", str(outcome.folder / "schedule.json"), *arguments])
     if output is Format.JSON:
         tables.write_json({**asdict(outcome), "folder": str(outcome.folder), "failed": outcome.failed, "again": again})
     else:

@@ -32,12 +32,13 @@ from elastic_rl.host.compute_services import compute_services, router_service
 from elastic_rl.host.here import heartbeats_here
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.host.service_files import ServiceFiles
+from elastic_rl.runtime.patience import patiently
 from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
 INJECT_TIMEOUT_S = 600.0
-_AWAY_PAUSE_S = 1.0
-"""Pause between two readings while etcd does not answer."""
+AWAY_PAUSES_S = (1.0, 1.0)
+"""First and longest pause between two readings while etcd does not answer."""
 T = TypeVar("T")
 
 
@@ -146,12 +147,11 @@ class FaultContext:
     def answered(self, read: Callable[[], T]) -> T:
         """The result of a reading, or of a write that may be repeated, as soon as etcd answers it: for a fault that has
         struck. Raises InjectionEnded."""
-        while True:
-            try:
-                return read()
-            except EtcdUnavailable:
-                self.ended.wait(_AWAY_PAUSE_S)
-                self.require_going_on()
+        def pause(seconds: float) -> None:
+            self.ended.wait(seconds)
+            self.require_going_on()
+
+        return patiently(read, away=EtcdUnavailable, pauses_s=AWAY_PAUSES_S, pause=pause, waiting=lambda _: None)
 
     def kill(self, pid: int) -> str:
         """kill -9 of one process; returns the witness that it has ended."""

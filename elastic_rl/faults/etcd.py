@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import threading
@@ -153,8 +154,9 @@ class ForeignRecords(Killed):
             keys.alert("foreign"): b"[]"}
         lease, answered = etcd.grant(_LEASE_S), self.context.answered
         try:
-            with self.context.striking("records of no known form were written"):
-                pass
+            with (self.context.striking("records of no known form were written"),
+                  contextlib.suppress(EtcdUnavailable)):  # it is written again below
+                etcd.put(keys.alert("foreign"), records[keys.alert("foreign")], lease=lease)
             for key, value in records.items():
                 answered(lambda key=key, value=value: etcd.put(key, value, lease=lease))  # type: ignore[misc]
             self.context.ended.wait(self.seconds)

@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable
-from elastic_rl.faults.context import Fault, FaultContext, InjectionEnded
+from elastic_rl.faults.context import AWAY_PAUSES_S, Fault, FaultContext, InjectionEnded
 from elastic_rl.faults.kinds import CoordinatorKilled, EngineKilled, PoolScaled, TrainerRankKilled
 from elastic_rl.faults.undo import undo_all
 from elastic_rl.report.build import read_records_since
+from elastic_rl.runtime.patience import patiently
 
 log = logging.getLogger(__name__)
 
 _DETECT_TIMEOUT_S, _HEAL_TIMEOUT_S = 120.0, 900.0
-_AWAY_PAUSE_S = 1.0
-"""Pause between two readings while etcd does not answer."""
 T = TypeVar("T")
 
 @dataclass(frozen=True)
@@ -195,15 +194,12 @@ class FaultInjector(threading.Thread):
 
     def _inject(self, fault: Fault) -> tuple[str, str]:
         """A fault that finds that etcd is away is begun again, unless it has struck."""
-        while True:
-            try:
-                return fault.inject()
-            except EtcdUnavailable as e:
-                if self.context.struck:
-                    raise
-                log.warning("waiting for etcd: %s", e)
-                if self.stopping.wait(_AWAY_PAUSE_S):
-                    raise _Stopped from None
+        def waiting(error: EtcdUnavailable) -> None:
+            if self.context.struck:
+                raise error
+            log.warning("waiting for etcd: %s", error)
+
+        return patiently(fault.inject, away=EtcdUnavailable, pauses_s=AWAY_PAUSES_S, pause=self._pause, waiting=waiting)
 
     def _meanwhile(self, times: dict[str, Any]) -> str:
         end = times["healed_at"] or time.time()
@@ -229,19 +225,17 @@ class FaultInjector(threading.Thread):
                     raise DeadlineExceeded(f"the run ended before the {what} was seen")
                 left_s -= time.monotonic() - began
             except EtcdUnavailable:
-                if self.stopping.wait(_AWAY_PAUSE_S):
-                    raise _Stopped from None
+                self._pause(AWAY_PAUSES_S[0])
         raise DeadlineExceeded(f"{what} was not seen within {timeout_s:g} s")
 
     def _answered(self, read: Callable[[], T]) -> T:
         """The result of a reading, as soon as etcd answers it."""
-        while True:
-            try:
-                return read()
-            except EtcdUnavailable as e:
-                log.warning("waiting for etcd: %s", e)
-                if self.stopping.wait(_AWAY_PAUSE_S):
-                    raise _Stopped from None
+        return patiently(read, away=EtcdUnavailable, pauses_s=AWAY_PAUSES_S, pause=self._pause,
+                         waiting=lambda e: log.warning("waiting for etcd: %s", e))
+
+    def _pause(self, seconds: float) -> None:
+        if self.stopping.wait(seconds):
+            raise _Stopped
 
 
 class _DidNotHappen(Exception):

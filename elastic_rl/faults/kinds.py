@@ -278,8 +278,7 @@ class Restarted:
     def inject(self) -> tuple[str, str]:
         self.step = self.context.step()
         with self.context.striking(f"a restart of {self.target} was asked for"):
-            pass
-        self.operation = self.context.api.restart(self.target, reason="injected fault")
+            self.operation = self.context.api.restart(self.target, reason="injected fault")
         return self.target, f"operation {self.operation['id']} was accepted"
 
     def detected(self) -> bool:
@@ -328,8 +327,7 @@ class PoolScaled:
     def inject(self) -> tuple[str, str]:
         self.desired = max(1, self.context.desired() + self.change)
         with self.context.striking(f"{self.desired} engines were asked for"):
-            pass
-        self.context.api.patch(f"pools/{ROLLOUT_POOL}", {"desired": self.desired})
+            self.context.api.patch(f"pools/{ROLLOUT_POOL}", {"desired": self.desired})
         return f"pool {ROLLOUT_POOL}", f"PATCH desired={self.desired} was accepted"
 
     def detected(self) -> bool:

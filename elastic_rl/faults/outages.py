@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import psutil
 
 from elastic_rl.errors import ElasticRLError
@@ -161,11 +159,3 @@ class TrainerStopped(_Outage):
         for process in (agent, *ranks):
             self.context.stop(process)
         return "trainer", f"agent {agent.pid} and {len(ranks)} ranks were stopped"
-
-
-def every_outage(context: FaultContext, _steps: int) -> list[tuple[int, Sequence[_Outage]]]:
-    """One outage after the other, each a few steps after the recovery from the one before."""
-    make: list[Callable[[FaultContext], _Outage]] = [
-        lambda c: EtcdStopped(c, 60.0), AllEnginesKilled, RouterKilled, DcsNodeKilled,
-        lambda c: ServiceKilled(c, "etcd-0"), ActorKilled, lambda c: SecondActor(c, 10.0), TrainerStopped]
-    return [(2 + 4 * i, [one(context)]) for i, one in enumerate(make)]

@@ -218,7 +218,7 @@ class Struck(Killed):
 
     def _hold(self, seconds: float) -> None:
         with self.context.striking("the thread that had the GIL was stopped"):
-            pass
+            pass  # ptrace has stopped it; it goes on at once where none is to strike any more
         self.context.ended.wait(seconds)
 
     def _pause(self, seconds: float) -> None:
@@ -235,7 +235,7 @@ class Struck(Killed):
                 witness = self.context.kill(pid)
             else:
                 with self.context.striking(f"pid {pid} was sent SIGSTOP"):
-                    pass
+                    pass  # it is stopped since it was caught; it goes on at once where none is to strike any more
                 self.context.ended.wait(self.seconds)
                 witness = f"pid {pid} was stopped for {self.seconds:g} s"
         finally:
@@ -302,13 +302,12 @@ class BusyCores(Killed):
 
     def inject(self) -> tuple[str, str]:
         self.at = time.time()
-        with self.context.striking("processes that use the cores were started"):
-            pass
         with contextlib.ExitStack() as started:
             spinning = []
-            for _ in range(self.number):  # the kernel ends them with this process
-                spinning.append(start_child([sys.executable, "-c", "while True: pass"]))
-                started.enter_context(self.context.undo.noted(Undo.END, spinning[-1].pid))
+            with self.context.striking("processes that use the cores were started"):
+                for _ in range(self.number):  # the kernel ends them with this process
+                    spinning.append(start_child([sys.executable, "-c", "while True: pass"]))
+                    started.enter_context(self.context.undo.noted(Undo.END, spinning[-1].pid))
             self.context.ended.wait(self.seconds)
             used_s = sum(sum(psutil.Process(p.pid).cpu_times()[:2]) for p in spinning)
         for process in spinning:

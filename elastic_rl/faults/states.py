@@ -40,7 +40,7 @@ class State:
     """A state of a part."""
 
     name: str
-    """As in the name of a fault: engine_killed_generating."""
+    """The word for it in the name of a fault, such as engine_killed_generating."""
     seen: Callable[[FaultContext, int], str]
     """What is seen of a process that is in the state, for people; "" for one that is not."""
     holds: Callable[[int], Sequence[int]] = lambda pid: [pid]

@@ -104,7 +104,7 @@ class ChunksDamaged(Killed):
 
     @staticmethod
     def _folder(pid: int) -> Path:
-        """Where a node has its chunks: the file that it holds locked is in there."""
+        """The folder in which a node has its chunks: the file that it holds locked is in there."""
         return next(Path(file.path).parent for file in psutil.Process(pid).open_files()
                     if Path(file.path).name == "lock")
 

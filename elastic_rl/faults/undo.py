@@ -94,7 +94,7 @@ class UndoRegistry:
         return self._undone(entry)[0]
 
     def _undone(self, entry: dict[str, Any]) -> tuple[bool, str]:
-        """As ``undo``; and why something was left as it is, if it was."""
+        """What ``undo`` returns; and why something was left as it is, if it was."""
         found = _undo(entry)
         self._append({"done": entry["id"]})
         return found

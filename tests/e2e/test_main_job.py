@@ -14,6 +14,7 @@ import pytest
 from support.tiers import full
 from support.whole_run import Job, assert_sound, fault_of, whole_job
 
+from chaos_tests.faults.catalogue import FAULTS
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -27,7 +28,7 @@ from elastic_rl.faults.kinds import (
     TrainerRankKilled,
     TrainerRankStopped,
 )
-from elastic_rl.faults.outages import every_outage
+from elastic_rl.faults.outages import EtcdStopped
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 
 STEPS = 60
@@ -112,6 +113,16 @@ def test_run_learns_through_every_kind_of_fault_and_leaves_nothing_behind(job: J
     assert job.leftovers() == []
 
 
+OUTAGES = ("all_engines_killed", "router_killed", "dcs_killed", "etcd_killed", "actor_killed", "second_actor",
+           "trainer_stopped")
+
+
+def every_outage(context: FaultContext, _steps: int) -> list[tuple[int, Sequence[Fault]]]:
+    """One outage after the other, each a few steps after the recovery from the one before."""
+    faults = [EtcdStopped(context, 60.0), *(FAULTS[name].make(context) for name in OUTAGES)]
+    return [(2 + 4 * i, [fault]) for i, fault in enumerate(faults)]
+
+
 @pytest.mark.parametrize("job", [{
     "sft.max_steps": 10, "train.steps": 40, "train.state_every_steps": 5, "trainer.tensor_parallel": 1,
     "trainer.data_parallel": 2}], indirect=True)
@@ -120,8 +131,7 @@ def test_every_step_is_done_exactly_once_through_every_outage(job: Job) -> None:
     report = job.run(every_outage)
     assert_sound(job, report, 40)
     said = {}
-    for name in ("etcd_stopped", "all_engines_killed", "router_killed", "dcs_killed", "etcd_killed", "actor_killed",
-                 "second_actor", "trainer_stopped"):
+    for name in ("etcd_stopped", *OUTAGES):
         said[name] = fault_of(report, name)["said"]
     assert "engines" in said["all_engines_killed"] and "trainer" in said["trainer_stopped"], said
     assert job.epoch() == 1, "an outage was answered by a global restart"

@@ -97,7 +97,7 @@ def test_what_was_stopped_goes_on_at_the_end_of_the_run(tmp_path: Path, sleeper:
 
 def test_what_a_killed_run_has_stopped_goes_on_by_the_next_command(tmp_path: Path, sleeper: psutil.Process) -> None:
     folder = tmp_path / "r"
-    folder.mkdir()
+    folder.mkdir(0o700)
     killed = subprocess.run([sys.executable, "-c", (
         "import os, pathlib, psutil, sys\n"
         "from chaos_tests import abort\n"
@@ -137,7 +137,7 @@ def test_folder_of_a_run_is_private_and_a_link_or_fifo_in_it_is_neither_followed
     precious.write_text("kept")
     for name, put in (("linked", lambda path: path.symlink_to(precious)), ("fifo", os.mkfifo)):
         folder = tmp_path / name
-        folder.mkdir()
+        folder.mkdir(0o700)
         put(folder / "runner.lock")
         (folder / "undo.jsonl").touch(0o600)
         for use in (lambda folder=folder: abort.running(folder).__enter__(), lambda folder=folder: abort.abort(folder)):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos_tests.faults.catalogue import FAULTS
-from chaos_tests.validate.attribution import AFTER_S, attributed, under_way
+from chaos_tests.faults.catalogue import FAULTS, Part
+from chaos_tests.validate.attribution import AFTER_S, attributed, explains, seen_in, struck, under_way
 
 KILLED = "pid 1 (x) was sent SIGKILL and seen to end"
 
@@ -94,6 +96,51 @@ def test_product_that_misses_every_second_fault_is_found() -> None:
 
 def test_alert_without_a_subject_is_of_no_target() -> None:
     assert left_over([alert("dcs.dead", "")], fault("engine_killed", target="e1")) == [""]
+
+
+# -- what a fault may be the reason for --------------------------------------------------------------------------------
+def event(kind: str, subject: str = "x") -> dict[str, Any]:
+    return {"name": kind, "subject": subject}
+
+
+@pytest.mark.parametrize("name", [
+    "racing_requests", "coordinator_follower_killed", "foreign_records", "zombie_driver", "stale_leader", "busy_cores",
+    "etcd_slow", "etcd_answers_lost", "dcs_killed", "host_agent_killed", "run_killed", "router_killed"])
+def test_fault_explains_no_loss_of_a_part_that_it_does_not_strike(name: str) -> None:
+    assert not any(explains(fault(name), event(kind)) for kind in ("engine.dead", "trainer.dead", "actor.hung"))
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("engine_killed", "engine.replaced"), ("chunks_torn", "engine.quarantined"), ("trainer_stopped", "critic.hung"),
+    ("etcd_stopped", "dcs.dead"), ("raylet_killed", "actor.dead"), ("run_killed", "run.restarted"),
+    ("second_actor", "actor.dead"), ("stale_leader", "coordinator.dead"), ("router_killed", "router.restarted"),
+    ("trainer_rank_killed", "run.global_restart"), ("driver_killed", "run.restarted")])
+def test_fault_explains_what_it_strikes_and_what_comes_of_it(name: str, kind: str) -> None:
+    assert explains(fault(name), event(kind))
+
+
+def test_fault_explains_the_loss_of_what_its_target_names() -> None:
+    assert explains(fault("coordinator_killed", target="coordinator rollout-1"), event("engine.dead", "rollout-1"))
+    assert not explains(fault("coordinator_killed", target="coordinator rollout-12"), event("engine.dead", "rollout-1"))
+
+
+def test_record_of_a_fault_says_what_it_strikes_whatever_the_catalogue_says() -> None:
+    """A log of a later release may have faults that this one does not know."""
+    later = {**fault("of_a_later_release"), "parts": ["dcs", "of_a_later_release", "engines"], "seen_in": ["engines"]}
+    assert [*struck(later)] == [Part.DCS, Part.ENGINES] and seen_in(later) == {Part.ENGINES}
+    assert explains(later, event("engine.dead")) and not explains(later, event("dcs.dead"))
+    assert not explains(fault("of_a_later_release"), event("engine.dead"))
+    assert left_over([alert("dcs.dead", "n"), alert("engine.dead", "e"), alert("trainer.dead", "t")], later) == ["t"]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_record_of_a_fault_says_what_the_catalogue_says(name: str) -> None:
+    entry, old = FAULTS[name], fault(name)
+    new = {**old, **json.loads(json.dumps(entry.fields))}
+    assert struck(new) == struck(old) and seen_in(new) == seen_in(old) == entry.seen_in
+    assert struck(new)[0] is entry.part and {*struck(new)} == entry.parts
+    assert entry.slows == name.endswith(("busy_cores", "_slow", "_late", "_lossy"))
+    assert not (entry.slows and entry.seen_in)
 
 
 NAMES = st.sampled_from(sorted(FAULTS))

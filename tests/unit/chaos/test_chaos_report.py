@@ -124,7 +124,7 @@ def test_report_says_what_was_run_and_how_to_run_it_again(tmp_path: Path) -> Non
 
 def test_line_that_runs_it_again_is_whole_and_survives_a_shell(tmp_path: Path) -> None:
     records = Log().records
-    words = ["--x=$(touch F); y", "--data.name=a b's"]
+    words = ["--data.path=$(touch F); y", "--data.name=a b's"]
     records[0] |= {"arguments": ["--run_dir=/r", "--job=j", "--only", "engines", "--at-once", "2"]}
     records[0]["schedule"]["settings"] = words
     line = report_of(put(tmp_path, records))["reproduce"]

@@ -50,6 +50,16 @@ def test_what_is_no_alert_is_no_notice() -> None:
     assert [*notices("[TEST] job: hello", "it works")] == []
 
 
+def test_record_of_a_fault_has_what_the_catalogue_says_of_it(tmp_path: Path) -> None:
+    event_log = EventLog(tmp_path / "events.jsonl")
+    recorded = runner._FaultRecords(event_log, cast(Any, SimpleNamespace(write=lambda *_, **__: None)), lambda _: None)
+    recorded.write("fault", name="raylet_killed", step=3, target="", problem="", injected_at=1.0, healed_at=2.0)
+    event_log.close()
+    [line] = (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line).items() >= {"parts": ["ray", "engines", "roles", "trainer"],
+                                        "seen_in": ["engines", "ray", "roles", "trainer"]}.items()
+
+
 # -- a run of a job of which nothing is heard --------------------------------------------------------------------------
 class Away:
     """A target whose etcd does not answer, and whose job makes no step."""

@@ -79,6 +79,10 @@ def test_dry_run_prints_a_schedule_that_can_be_replayed(tmp_path: Path, capsys: 
     (["run", "--scenario", "quick", "--minutes", "-1"], "Input should be"),
     (["run", "--scenario", "quick", "--minutes", "9", "--faults", "10000000"], "Input should be"),
     (["run", "--scenario", "quick", "--minutes", "9", "--faults", "9999"], "need more than 540"),
+    (["run", "--scenario", "quick", "--minutes", "0.5"], "more than 30 seconds"),
+    (["run", "--scenario", "growth", "--faults", "5"], "the scenario growth has no faults"),
+    (["run", "--scenario", "quick", "--out=o", "--run_dir=r", "--dry-run"], "--run_dir: the results go to --out"),
+    (["sim", "--worlds", "steps,unheard-of"], "there are no worlds unheard-of"),
     (["run", "--scenario", "quick", "--only", "engines"], "--only: only for a run against a cluster that runs"),
     (["run", "--scenario", "quick", "--yes", "--at-once", "2"], "--at-once, --yes: only for a run"),
     (["run", "--scenario", "quick", "--allow-last", "--recovery-minutes", "3"], "--allow-last, --recovery-minutes"),
@@ -112,7 +116,6 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def fake(schedule: Schedule, folder: Path, **options: Any) -> Outcome:
         made.append({"schedule": schedule, "folder": folder, **options})
-        folder.mkdir(parents=True)
         with abort.running(folder) as switch:
             options["switch"](switch)
             if "driver_killed" in SIGNALLED:
@@ -321,6 +324,79 @@ def test_log_of_another_form_is_refused_or_judged_and_never_a_traceback(
     assert run("check", str(tmp_path)) in (Exit.FAILED, Exit.USAGE)
     printed = capsys.readouterr()
     assert str(tmp_path) in printed.out + printed.err and "Traceback" not in printed.err
+
+
+END = {"at": 2.0, "kind": "end", "phase": "finished", "report": {}, "alerts": [], "aborted": ""}
+ALERT = {"id": "a", "kind": "engine.dead", "subject": "e", "message": "", "phase": "firing", "severity": "error"}
+
+
+@pytest.mark.parametrize(("records", "line", "why"), [
+    ([FIRST | {"must_see": [["I1"], 5]}], 1, "must_see of run is of another form"),
+    ([FIRST | {"floor": {"steps": "many"}}], 1, "floor of run is of another form"),
+    ([FIRST | {"schedule": {"strikes": [{"faults": 5}]}}], 1, "schedule of run is of another form"),
+    ([FIRST, {"at": 1.0, "kind": "fault", "name": "a", "parts": [["dcs"]]}], 2, "parts of fault is of another form"),
+    ([FIRST, END | {"alerts": [ALERT, {"kind": []}]}], 2, "alerts of end is of another form"),
+    ([FIRST, END | {"records": {"step": "many"}}], 2, "records of end is of another form"),
+    ([FIRST, {"at": 1.0, "kind": "quantum"}], 2, "its kind 'quantum' is unknown"),
+    ([FIRST, END, {"at": 3.0, "kind": "step", "step": 1}], 3, "the run has ended before it"),
+    ([FIRST, END, END], 3, "the run has ended before it"),
+    ([FIRST, FIRST, END], 2, "a second run begins here")])
+def test_record_that_is_odd_or_out_of_place_is_named(
+        records: list[dict[str, Any]], line: int, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / report.EVENTS).write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert run("check", str(tmp_path)) == Exit.USAGE
+    assert f"line {line}, is no record of a chaos run: {why}" in " ".join(capsys.readouterr().err.split())
+
+
+def test_log_that_was_sent_says_no_word_of_a_line_that_is_not_known(tmp_path: Path,
+                                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    """People paste the line. It asks before it strikes, and is no more than a job and what of it may be struck."""
+    words = ["--job=prod", "--yes", "-y", "--allow-last", "--only", "etcd,hosts;rm -rf x", "--at-once", "2", "--only",
+             "dcs,engines", "--out=/home/me/.ssh", "--seed=3", "--baseline", "--etcd.quota_bytes=1", "$(id)",
+             "--recovery-minutes", "3", "--nonsense.x=1", "--at-once"]
+    known = ["--job=prod", "--allow-last", "--at-once", "2", "--only", "dcs,engines", "--etcd.quota_bytes=1",
+             "--recovery-minutes", "3"]
+    first = FIRST | {"arguments": words, "schedule": {"minutes": 2.0, "settings": ["--yes", "--train.lr=1"]}}
+    (tmp_path / report.EVENTS).write_text(json.dumps(first) + "\n" + json.dumps(END | {"report": {}}) + "\n")
+
+    def again() -> list[str]:
+        run("check", str(tmp_path))
+        [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("again")]
+        return shlex.split(line)[1:]
+
+    assert again() == ["elastic-rl", "chaos", "run", "--scenario", "quick", "--seed", "1", "--minutes", "2", "--faults",
+                       "0", "--train.lr=1", *known], "there is no schedule to replay"
+    (tmp_path / "schedule.json").write_text(SCHEDULE.to_json())
+    assert again() == ["elastic-rl", "chaos", "replay", str(tmp_path / "schedule.json"), *known]
+
+
+def test_log_of_an_earlier_release_is_said_to_demand_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                                             ) -> None:
+    for first, said in ((FIRST, True), (FIRST | {"must_see": []}, False)):
+        (tmp_path / report.EVENTS).write_text(json.dumps(first) + "\n")
+        run("check", str(tmp_path))
+        assert ("it does not say which rules the run had to show" in " ".join(
+            capsys.readouterr().err.split())) is said
+
+
+def test_file_of_settings_is_refused_on_a_cluster_of_its_own(runs: list[dict[str, Any]], tmp_path: Path,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.yaml").write_text("train:\n  lr: 0.5\n")
+    (tmp_path / "s.json").write_text(SCHEDULE.to_json())
+    for words in (["run", "--scenario", "quick"], ["replay", str(tmp_path / "s.json")]):
+        assert run(*words, "-c", str(tmp_path / "x.yaml"), "--dry-run") == Exit.USAGE
+        assert "a scenario has the settings of its job" in capsys.readouterr().err
+
+
+def test_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    folder.mkdir()
+    folder.chmod(0o750)
+    with pytest.raises(ConfigError, match="others may enter"), abort.running(folder):
+        pass
+    folder.chmod(0o700)
+    with abort.running(folder):
+        pass
 
 
 def test_line_of_a_log_that_is_no_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ class Fault:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(injectors, "_AWAY_PAUSE_S", 0.01)
+    monkeypatch.setattr(injectors, "AWAY_PAUSES_S", (0.01, 0.01))
 
 
 def play(etcd: Etcd, fault: Fault, path: Path) -> FaultInjector:

@@ -201,7 +201,7 @@ def _passed() -> int:
 
 def test_reading_after_the_strike_waits_for_etcd_and_the_strike_is_made_once(
         context: Context, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_rl.faults.context._AWAY_PAUSE_S", 0.01)
+    monkeypatch.setattr("elastic_rl.faults.context.AWAY_PAUSES_S", (0.01, 0.01))
     answers = iter([False, False, True])
 
     def read() -> str:
