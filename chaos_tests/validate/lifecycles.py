@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from chaos_tests.event_log import Event
 from chaos_tests.validate.replay import Lifecycle, Step, Transaction, below
-from chaos_tests.validate.running import RECOVERY_S
 from chaos_tests.validate.verdict import Checker
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 
@@ -101,34 +99,15 @@ class Routable(Checker):
 
 
 class Operations(Lifecycle):
-    """An operation runs until it has ended, within a bounded time; an end is final, and none is deleted before."""
+    """An operation runs until it has ended; an end is final, and none is deleted before."""
 
     rule, keys, judges = "I10", (_OPERATIONS,), "states of operations of the API"
     state, first = "state", frozenset({"running"})
     allowed: ClassVar = {"running": frozenset({"succeeded", "failed", "cancelled"})}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._open, self._at = dict[str, tuple[float, Event]](), 0.0
-
-    def gap(self, first: int, last: int) -> None:
-        self._open.clear()
-
     def also(self, found: Transaction, step: Step) -> None:
-        self._at = found.at
         if not step.put and step.old.get("state") == "running":
             self.violated(f"{step.at()} was deleted while it ran", step.event)
-        if step.new.get("state") == "running":
-            self._open.setdefault(step.key, (found.at, step.event))
-        else:
-            self._open.pop(step.key, None)
-
-    def finish(self, end: Event | None) -> None:
-        super().finish(end)
-        now = float(end["at"]) if end is not None else self._at
-        for key, (since, proof) in self._open.items():
-            if now - since > RECOVERY_S:
-                self.violated(f"{key} is under way since {now - since:.0f} s", proof)
 
 
 class Idempotency(Checker):
