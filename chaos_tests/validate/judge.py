@@ -17,6 +17,7 @@ from chaos_tests.validate import (
     histories,
     leadership,
     lifecycles,
+    recoveries,
     running,
     training,
     versions,
@@ -30,7 +31,7 @@ OF_STORE: Sequence[type[Checker]] = (
     *groups.CHECKERS)
 """The checkers that judge any history of etcd, also one of parts without a job."""
 CHECKERS: Sequence[type[Checker]] = (
-    *faults.CHECKERS, *training.CHECKERS, *OF_STORE, *running.CHECKERS, *ending.CHECKERS,
+    *faults.CHECKERS, *recoveries.CHECKERS, *training.CHECKERS, *OF_STORE, *running.CHECKERS, *ending.CHECKERS,
     *histories.CHECKERS, *growth.CHECKERS)
 
 

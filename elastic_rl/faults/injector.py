@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable
-from elastic_rl.faults.context import Fault, FaultContext, InjectionEnded
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, Fault, FaultContext, InjectionEnded, VictimTaken
 from elastic_rl.faults.kinds import CoordinatorKilled, EngineKilled, PoolScaled, TrainerRankKilled
 from elastic_rl.faults.undo import undo_all
 from elastic_rl.report.build import read_records_since
@@ -194,14 +194,16 @@ class FaultInjector(threading.Thread):
         self.records.write("fault", **record)
 
     def _inject(self, fault: Fault) -> tuple[str, str]:
-        """A fault that finds that etcd is away is begun again, unless it has struck."""
+        """A fault that finds that etcd is away, or that its victim has just ended, is begun again, unless it has
+        struck."""
+        until = time.monotonic() + INJECT_TIMEOUT_S
         while True:
             try:
                 return fault.inject()
-            except EtcdUnavailable as e:
-                if self.context.struck:
+            except (EtcdUnavailable, VictimTaken) as e:
+                if self.context.struck or isinstance(e, VictimTaken) and time.monotonic() >= until:
                     raise
-                log.warning("waiting for etcd: %s", e)
+                log.warning("beginning %s again: %s", fault.name, e)
                 if self.stopping.wait(_AWAY_PAUSE_S):
                     raise _Stopped from None
 

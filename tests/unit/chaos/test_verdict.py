@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chaos_log import CLUSTER, JOB, KEYS, STEPS, Log, Record, edited, of_kind, value_of
+from support.chaos_log import CLUSTER, JOB, KEYS, START, STEPS, Log, Record, edited, of_kind, value_of
 
 from chaos_tests.event_log import Kind, Records
 from chaos_tests.validate.attribution import AFTER_S
@@ -201,6 +201,8 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     (fault(detected_at=0.5), "I10"),
     (fault(detected_at=None, healed_at=None, may_go_unnoticed=True), "I10"),
     (both(fault(healed_at=None)), "I10"),
+    (fault(healed_at=START + 13.9), "I10"),
+    (lambda r: edited(r, KEYS.member("trainer", "trainer-1"), lambda v: v.update(incarnation="trainer-0")), "I10"),
     (lambda r: r.insert(1, operation("c", "create", None, 1.0, 2.0, "a") | {"model": "created"}) or r.insert(
         2, operation("d", "create", None, 3.0, 4.0, "b") | {"model": "created"}), "I10"),
     (both(write((KEYS.operation("p"), {"id": "p", "state": "running"})), later(RECOVERY_S * 2)), "I10"),
@@ -280,7 +282,7 @@ def test_pause_without_a_word_is_found_and_one_with_words_is_not() -> None:
         records = log.records
         one = first(records, Kind.FAULT)
         one.update(said=said)
-        after = records.index(one)
+        after = [i for i, r in enumerate(records) if r.get("key") == KEYS.pool_status("rollout")][-1]
         for record in records[after:]:
             record["at"] += 300.0
         for other in [*of_kind(records, Kind.FAULT)][1:]:
