@@ -105,8 +105,8 @@ def test_run_on_its_own_cluster_has_to_show_more_than_one_on_a_cluster_of_others
     lambda r: end(r).update(revision=[*of_kind(r, Kind.CHANGE)][-1]["revision"] + 1),
     lambda r: [s.update(logprob_diff_max=None) for s in steps(r)[::2]],
     lambda r: r.remove(steps(r)[-1]),
-    lambda r: [r.remove(s) for s in steps(r) if s["step"] in (5, 6)] and [
-        s.update(groups=[g - 16 for g in s["groups"]]) for s in steps(r) if s["step"] > 6],
+    lambda r: [r.remove(s) for s in steps(r) if s["step"] in (6, 7)] and [
+        s.update(groups=[g - 16 for g in s["groups"]]) for s in steps(r) if s["step"] > 7],
 ], ids=["no end", "nothing observed", "an observer that died", "a record is missing", "the end was not observed",
         "half of the log-probs are not compared", "the last step is missing", "steps are missing"])
 def test_log_that_lacks_a_part_of_the_run_makes_it_worth_nothing(change: Edit) -> None:
