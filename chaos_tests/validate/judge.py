@@ -22,6 +22,7 @@ from chaos_tests.validate import (
     training,
     versions,
     watches,
+    weights,
 )
 from chaos_tests.validate.replay import Replay
 from chaos_tests.validate.verdict import MOST_SHOWN, RULES, RUN, Checker, State, Verdict, Violation
@@ -31,8 +32,8 @@ OF_STORE: Sequence[type[Checker]] = (
     *groups.CHECKERS)
 """The checkers that judge any history of etcd, also one of parts without a job."""
 CHECKERS: Sequence[type[Checker]] = (
-    *faults.CHECKERS, *recoveries.CHECKERS, *training.CHECKERS, *OF_STORE, *running.CHECKERS, *ending.CHECKERS,
-    *histories.CHECKERS, *growth.CHECKERS)
+    *faults.CHECKERS, *recoveries.CHECKERS, *training.CHECKERS, *weights.CHECKERS, *OF_STORE, *running.CHECKERS,
+    *ending.CHECKERS, *histories.CHECKERS, *growth.CHECKERS)
 
 
 def judge(events: Iterable[Event], baseline: Iterable[Event] | None = None) -> list[Verdict]:

@@ -197,7 +197,7 @@ class TrainedOnce(StepChecker):
         but for those that were dropped."""
         groups, dropped = len(record.get("groups") or ()), int(record.get("dropped_groups") or 0)
         wanted = (self.settings.get("train") or {}).get("prompts_per_step")
-        if not record.get("samples", 1):
+        if groups and not record.get("samples", 1):
             self.violated(f"step {record['step']} has no samples", proof(record, "samples", "groups"))
         elif self._alternates and isinstance(wanted, int) and not wanted - dropped <= groups <= wanted:
             self.violated(f"step {record['step']} has {groups} prompt groups of {wanted}, and {dropped} were dropped",

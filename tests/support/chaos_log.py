@@ -22,6 +22,7 @@ class Log:
         self.records: list[Record] = []
         self.at, self.revision, self.steps, self._created = START, 1, steps, dict[str, int]()
         self._random, self._number, self._commits = random.Random(seed), 0, 0
+        self._served = 0
         strikes = [{"step": steps // 3, "faults": ["engine_killed"]},
                    {"step": 2 * steps // 3, "faults": ["trainer_rank_killed"]}] if faults else []
         self.add(Kind.RUN, form=FORM, scenario="quick", seed=seed, target="one host", baseline=not faults,
@@ -119,11 +120,14 @@ class Log:
         self.put((key, done), (KEYS.stream_head("policy"), done), (KEYS.staging_owner("policy", number), None),
                  (KEYS.dcs_catalog(), {"id": "c", "commits": self._commits}),
                  (KEYS.replica_sets("policy", number), {"parts": [["node-0"]]}))
+        self.engine("ready" if self._served else "syncing", self._served, applying=number)
+        self._served = number
         self.engine("ready", number)
 
-    def engine(self, state: str, version: int) -> None:
-        self.put((KEYS.engine("rollout-1"), {"id": "rollout-1", "incarnation": "i", "pool": "rollout", "epoch": 1,
-                                             "state": state, "version": version}))
+    def engine(self, state: str, version: int, *, applying: int = 0) -> None:
+        self.put((KEYS.engine("rollout-1"), {
+            "id": "rollout-1", "incarnation": "i", "pool": "rollout", "epoch": 1, "state": state, "version": version,
+            "applying": applying, "layout": "float32", "checksum": f"sum of {version}" if version else ""}))
 
     def status(self, phase: str, step: int, waiting_for: str = "") -> None:
         self.put((KEYS.job_status(), {"phase": phase, "step": step, "waiting_for": waiting_for}))

@@ -158,7 +158,7 @@ def head_goes_back(records: list[Record]) -> None:
 
 @pytest.mark.parametrize(("change", "rule"), [
     (head_goes_back, "I3"),
-    (replaced(KEYS.engine("rollout-1"), 3, version=9), "I4"),
+    (replaced(KEYS.engine("rollout-1"), 6, version=9, checksum="sum of 9"), "I4"),
     (replaced(KEYS.leader_heartbeat(), 0, term=1), "I1"),
     (replaced(KEYS.leadership(), 0, replica="b"), "I1"),
     (replaced(KEYS.replica_sets("policy", 3), 0, parts=[[]]), "I2"),
@@ -167,7 +167,7 @@ def head_goes_back(records: list[Record]) -> None:
     (lambda r: (own_receivers(r), r.__setitem__(slice(None), [e for e in r if e["kind"] != "notification"]),
                 r.__setitem__(-1, end(r)), late(r)), "I9"),
     (lambda r: next(of_kind(r, Kind.FAULT)).update(witness="", detected_at=None, healed_at=None, breaks="I1"), "I1"),
-    (lambda r: edited(r, KEYS.engine("rollout-1"), lambda v: v.update(state="dead"), 5), "I4"),
+    (lambda r: edited(r, KEYS.engine("rollout-1"), lambda v: v.update(state="dead"), 8), "I4"),
     (lambda r: end(r).update(phase="failed", report={"steps": 3}, committed_steps=[]), "I11"),
 ], ids=["head goes back", "engine ahead of the head", "heartbeat of an old term", "announced by another", "not stored",
         "groups again", "other weights", "no notices", "a stale write was accepted", "dead and ready again",

@@ -159,7 +159,7 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     (lambda r: edited(r, KEYS.replica_sets("policy", 3), lambda v: v.update(parts=[["node-0"], []])), "I2"),
     (without(Kind.CHANGE, KEYS.replica_sets("policy", 3)), "I2"),
     (lambda r: r[0]["settings"].update(dcs={"replicas": 2}), "I2"),
-    (lambda r: edited(r, KEYS.engine("rollout-1"), lambda v: v.update(version=5), 3), "I4"),
+    (lambda r: edited(r, KEYS.engine("rollout-1"), lambda v: v.update(version=5), 6), "I4"),
     (write((KEYS.stream_head("policy"), {"number": 99, "state": "committed", "manifest": "m"})), "I2"),
     # I3
     (report(versions_committed=STEPS), "I3"),
@@ -173,11 +173,24 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     (step(1, logprob_diff_max=0.1), "I4"),
     (step(1, logprob_diff_max=float("nan")), "I4"),
     (step(3, sample_versions=[77]), "I4"),
+    (both(without(Kind.CHANGE, KEYS.engine("rollout-1")), write((KEYS.engine("rollout-1"), {
+        "id": "rollout-1", "state": "draining", "version": 1, "incarnation": "i", "epoch": 1}))), "I4"),
+    (lambda r: edited(r, KEYS.engine("rollout-1"), lambda v: v.update(applying=0), 5), "I4"),
+    (lambda r: edited(r, KEYS.engine("rollout-1"), lambda v: v.update(checksum=""), 6), "I4"),
+    (lambda r: r.insert(-1, dict(next(c for c in r if c.get("key") == KEYS.engine("rollout-1") and "sum of 4" in c[
+        "value"]), key=KEYS.engine("rollout-2"), revision=9999, create=1, value=json.dumps({
+            "id": "rollout-2", "incarnation": "k", "state": "draining", "version": 4, "layout": "float32", "epoch": 1,
+            "checksum": "another"}))), "I4"),
     # I5
     (report(groups_lost=1), "I5"),
     (report(groups_duplicated=1), "I5"),
     (report(audit_problems=["p"]), "I5"),
     (step(1, staleness=1), "I5"),
+    (step(1, sample_versions=[1]), "I5"),
+    (step(9, sample_versions=[1]), "I5"),
+    (step(1, sample_versions=[]), "I5"),
+    (step(5, policy_version=2), "I5"),
+    (step(5, samples=0), "I5"),
     (step(1, groups=[0]), "I5"),
     (step(1, groups=[8, 8]), "I5"),
     # I6
@@ -242,8 +255,8 @@ def test_each_broken_rule_is_found(change: Edit, rule: str) -> None:
     pytest.param(step(1, staleness=0, logprob_diff_max=1e-4), id="log-probs at the limit"),
     pytest.param(lambda r: (r[0]["settings"]["device"].update(dtype="bfloat16"), step(1, logprob_diff_max=0.01)(r)),
                  id="engine and trainer round at other places in bfloat16"),
-    pytest.param(lambda r: (r[0]["settings"]["train"].update(max_staleness=1), step(1, staleness=1)(r)),
-                 id="staleness within its bound"),
+    pytest.param(lambda r: (r[0]["settings"]["train"].update(max_staleness=1),
+                            step(1, staleness=1, sample_versions=[1])(r)), id="staleness within its bound"),
     pytest.param(write((KEYS.epoch(), {"number": 2})), id="a global restart"),
     pytest.param(lambda r: edited(r, KEYS.pool_spec("rollout"), lambda v: v) or write(
         (KEYS.pool_spec("rollout"), {"name": "rollout", "desired": 1}))(r), id="the next driver writes the pool again"),
