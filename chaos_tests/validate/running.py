@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,6 +20,8 @@ STATUS, SPEC, EPOCH = below(_JOB.job_status()), below(_JOB.job_spec()), below(_J
 MEMBERS, POOLS = below(_JOB.members_prefix()), below(_JOB.pools_prefix())
 OPERATIONS = below(_JOB.operations_prefix())
 _STREAMS, _HEAD = below(_JOB.streams_prefix()), "/head"
+_SETS, _CATALOG = below(_JOB.replica_sets_prefix("")).rstrip("/") + "/", below(_JOB.dcs_catalog())
+_OF_SETS = re.compile(re.escape(_SETS) + r"([^/]+)/(\d+)")
 _LEAST_S = 30.0
 """A shortage at the end of a run that is no longer than this is none, however fast its machine is."""
 
@@ -277,7 +280,7 @@ class KeptAfterStop(Checker):
     """A job that has ended keeps what it is resumed and exported from."""
 
     rule = "I15"
-    keys = (SPEC, STATUS, EPOCH, _STREAMS)
+    keys = (SPEC, STATUS, EPOCH, _STREAMS, _SETS, _CATALOG)
     lacks = "the job did not end within the log"
 
     def __init__(self) -> None:
@@ -295,9 +298,19 @@ class KeptAfterStop(Checker):
                     self._seen.add(step.job)
                 else:
                     self._ended.pop(step.job, None)
-            head = step.name.startswith(_STREAMS) and step.name.endswith(_HEAD)
-            if step.job in self._ended and not step.put and (step.name in (SPEC, STATUS, EPOCH) or head):
+            if step.job in self._ended and not step.put and self._is_kept(found, step):
                 self.violated(f"{step.at()} was deleted after the job had ended", self._ended[step.job], step.event)
+
+    @staticmethod
+    def _is_kept(found: Transaction, step: Step) -> bool:
+        """Whether a key is what a job is resumed and exported from. I3 is about the records of versions; of where their
+        parts are, what is about a head is kept, and others may be released by what was under way."""
+        if step.name in (SPEC, STATUS, EPOCH, _CATALOG) or step.name.startswith(_STREAMS) and step.name.endswith(_HEAD):
+            return True
+        if (match := _OF_SETS.fullmatch(step.name)) is None:
+            return False
+        head = f"{step.scope}{_STREAMS}{match[1]}{_HEAD}"
+        return int(match[2]) in (found.after.get(head).get("number"), found.before(head).get("number"))
 
     def evidence(self) -> str:
         return f"what is kept of {', '.join(sorted(self._seen))}" if self._seen else ""
