@@ -57,9 +57,10 @@ class Republish:
     dear, and not for a publish. One that has found corrupt copies only is not slow: the first look is at once. What was
     published again and is lost once more is looked at ever less often, up to an hour."""
 
-    def __init__(self, first_pull_s: float) -> None:
-        """``first_pull_s``: how long the first pull of an engine, of which nothing is known, may take."""
-        self._first_pull_s = first_pull_s
+    def __init__(self, first_pull_s: float, version: int) -> None:
+        """``first_pull_s``: how long the first pull of an engine, of which nothing is known, may take. ``version``: the
+        one that is waited for; that an older one was corrupt says nothing of it."""
+        self._first_pull_s, self._version = first_pull_s, version
         self._since: dict[str, float] = {}
         self._times, self._has_looked = 0, False
 
@@ -71,7 +72,7 @@ class Republish:
         usual_s = max(FIRST_S, _PULLS * longest_pull_s)
 
         def over(engine: Engine) -> bool:
-            is_corrupt = engine.corrupt_version > engine.version
+            is_corrupt = engine.corrupt_version >= self._version
             if is_corrupt and not self._has_looked:
                 return True
             is_first_pull = not (engine.version or engine.pull_apply_s or is_corrupt)
@@ -129,7 +130,7 @@ class VersionWait:
 
     def __init__(self, sync: PoolSync, version: int, enough: Enough) -> None:
         self._sync, self._version, self._enough = sync, version, enough
-        self._republish, self._timeout_s = Republish(sync.first_pull_s), 0.0
+        self._republish, self._timeout_s = Republish(sync.first_pull_s, version), 0.0
         self._look: AbandonableCall[bool] | None = None
         """The look whether the version is lost, which goes on beside the wait."""
         self._served_since: float | None = None
