@@ -18,10 +18,11 @@ _OBSERVED_S = 30.0
 
 
 class Checksums(Checker):
-    """Each version that an engine has applied, but the first of a runner, has a checksum, which is the same in all
-    engines of one layout."""
+    """Each version that an engine of a job that trains has applied, but the first of a runner, has a checksum, which is
+    the same in all engines of one layout."""
 
     rule = "I4"
+    reads = frozenset({Kind.STEP})
     keys = (_ENGINES,)
     judges = "checksums of versions in engines"
 
@@ -30,6 +31,15 @@ class Checksums(Checker):
         self._first = dict[tuple[str, str], int]()
         """By engine and runner, the version that it had first."""
         self._known = dict[tuple[str, str, int], tuple[str, Event]]()
+        self._without, self._trains = list[tuple[Step, int]](), False
+
+    def see(self, event: Event) -> None:
+        self._trains = True
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        for step, version in self._without if self._trains or self._known else ():
+            self.violated(f"{step.at()} is ready with version {version} and has no checksum of it", step.event)
 
     def transaction(self, found: Transaction) -> None:
         for step in found.steps:
@@ -44,7 +54,7 @@ class Checksums(Checker):
         checksum = str(step.new.get("checksum") or "")
         if not checksum:
             if not first and step.new.get("state") == "ready" and step.old.get("version") != version:
-                self.violated(f"{step.at()} is ready with version {version} and has no checksum of it", step.event)
+                self._without.append((step, version))
             return
         of = (step.scope, str(step.new.get("layout", "")), version)
         if of not in self._known:
