@@ -14,6 +14,9 @@ _MEMBERS = below(Keys("j").members_prefix())
 _OBSERVED_S = 30.0
 """Longest by which the observer may be late, which is started again where etcd was killed."""
 _ENDED = re.compile(r"(?P<part>.*?)_(killed|terminated|exited)(_.*)?|(?P<stopped>trainer(_rank)?)_stopped")
+_WITHOUT_STEPS = ("coordinator_killed",)
+"""Faults that a run on one host has recovered from without a step: nothing that runs needs the part."""
+_ON_ONE_HOST = "one host"
 _ROLES: Mapping[str, str] = {
     "engine": "engine", "scheduler": "engine", "engine_runner": "engine", "all_engines": "engine",
     "trainer_rank": "trainer", "trainer": "trainer", "trainer_agent": "trainer", "actor": "actor", "driver": "driver",
@@ -28,8 +31,8 @@ def lost_role(fault: Event) -> str:
 
 
 class WorkOfRecoveries(FaultChecker):
-    """Between a fault and its recovery the job has made a step, and where a member of it was ended, another one has
-    begun."""
+    """Between a fault on one host and its recovery the job has made a step; and where a member of the job was ended,
+    another one has begun."""
 
     rule = "I10"
     reads = frozenset({Kind.FAULT, Kind.STEP})
@@ -62,7 +65,8 @@ class WorkOfRecoveries(FaultChecker):
             self._judged += 1
             begin, until, role = float(fault["injected_at"]), float(fault["healed_at"]), lost_role(fault)
             what = f"{fault['name']} of {fault.get('target')} is said to have healed"
-            if self._steps and not any(begin < at <= until for at in self._steps):
+            needs_step = self.run.get("target") == _ON_ONE_HOST and fault["name"] not in _WITHOUT_STEPS
+            if needs_step and self._steps and not any(begin < at <= until for at in self._steps):
                 self.violated(f"{what} after {until - begin:.1f} s, in which the job made no step", fault)
             elif role and role in self._began and not self._gaps and not any(
                     begin <= at <= until + _OBSERVED_S for at in self._began[role]):

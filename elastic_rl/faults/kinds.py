@@ -293,11 +293,13 @@ class Restarted:
         return now["state"] == OperationState.SUCCEEDED and self.context.step() > self.step
 
 
-class CoordinatorKilled(Killed):
+class CoordinatorKilled:
+    """The death of the coordinator that leads. Nothing that runs needs it, so no step is asked for."""
+
     name = "coordinator_killed"
 
     def __init__(self, context: FaultContext) -> None:
-        super().__init__(context)
+        self.context, self.at = context, 0.0
         self.victim = self.replicas = 0
 
     def inject(self) -> tuple[str, str]:
@@ -310,7 +312,7 @@ class CoordinatorKilled(Killed):
         leader = self.context.leader()
         return leader is None or leader.pid != self.victim
 
-    def is_back(self) -> bool:
+    def healed(self) -> bool:
         """Another process leads, which may be the restarted replica, and has written its event, which only a working
         leader does, and there are as many as before."""
         leader = self.context.leader()
