@@ -71,6 +71,9 @@ class Kind(StrEnum):
     ``step`` (the newest one)."""
     LEFTOVER = "leftover"
     """Something that should have ended with the cluster: ``what``."""
+    STOP = "stop"
+    """The run is about to ask its job to stop: ``since`` (unix s, when it began to wait for parts that were short, and
+    for a further step), ``revision`` (newest one of etcd that the observer had shown then), ``step`` (newest one)."""
     END = "end"
     """Last record. ``phase`` (of the job), ``report`` (its report.json), ``alerts`` (each as etcd has it at the end),
     ``aborted`` (why the run was ended early; ""), ``problems`` (what of the suite itself has failed), ``revision`` (of
@@ -153,6 +156,7 @@ _FORMS: Mapping[str, Sequence[tuple[Sequence[str], Form, bool]]] = {
     Kind.EVENT: ((("name", "subject", "message"), _TEXT, True),),
     Kind.NOTIFICATION: ((("alert", "subject", "phase"), _TEXT, True),),
     Kind.LEFTOVER: ((("what",), _TEXT, True),),
+    Kind.STOP: ((("since",), _TIME, True), (("revision", "step"), _NUMBER, True)),
     Kind.END: ((("report",), _OBJECT, False), (("records",), _NUMBERS, False), (("revision",), _NUMBER_OR_NONE, False),
                (("alerts",), _ALERTS, False), (("committed_steps",), _or_none(_list_of(_NUMBER)), False),
                (("problems",), _TEXTS, False), (("phase", "aborted"), _TEXT, False)),

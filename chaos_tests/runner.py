@@ -36,6 +36,7 @@ from chaos_tests.target import Target, own_cluster, own_config
 from chaos_tests.traffic.traffic import Traffic
 from chaos_tests.traffic.watchers import Watcher
 from chaos_tests.traffic.workloads import WORKLOADS
+from chaos_tests.validate.running import Presence
 from chaos_tests.validate.verdict import OWN_TARGETS, State
 from elastic_rl.config import Config, secrets
 from elastic_rl.coordinator.alerts.state_machine import Phase
@@ -263,18 +264,21 @@ class _Play:
         self._target, self._scenario, self._schedule, self._folder = target, scenario, schedule, folder
         self._log, self._aborts, self._limits, self._say = event_log, aborts, limits, say
         self._sampler = Sampler(target.cluster, target.reader, target.api)
-        self._traffic = list[Traffic]()
+        self._traffic, self._changing = list[Traffic](), list[Traffic]()
+        """What clients do: to the end, and what changes what the job runs on."""
+        self._presence, self._lock = Presence(), threading.Lock()
+        self._problems = list[str]()
         self._secret = target.cluster_keys.submission("")
         """Prefix of the keys that have the environment of whoever submitted a job, sealed."""
 
     def follow(self) -> dict[str, Any]:
         """Returns when the run has ended, with what the last record of the log says of it. Where etcd is away by then,
         only what etcd alone has is missing."""
-        target, problems = self._target, list[str]()
+        target = self._target
         since = 1 if target.own else target.etcd.revision() + 1
         observer = Observer(target.info.etcd_endpoints[0], f"{ROOT}/", since, self._on_change,
                             log=self._folder / "observer.log", access=target.cluster.here.etcd,
-                            on_gap=lambda first, last: self._log.write(Kind.GAP, first=first, last=last))
+                            on_gap=self._on_gap)
         steps = _Steps(target, self._log)
         pollers = [_Poller(poll, every_s) for poll, every_s in (
             (steps.poll, _POLL_S), (_Events(target, self._log).poll, _POLL_S),
@@ -283,7 +287,9 @@ class _Play:
         try:
             self._begin_traffic(changes=False)
             self._inject(steps)
+            self._end_changes()
             if target.own and not self._over():
+                self._await_return(steps)
                 self._say("stopping the job")
                 with suppress(EtcdUnavailable):  # the job then ends with the cluster
                     target.cluster.stop_run()
@@ -292,23 +298,48 @@ class _Play:
             if target.own and end["committed_steps"] is not None:
                 mark = _answered(lambda: target.reader.put(f"{target.keys.root}{_LAST_KEY}", b""), time.monotonic())
         finally:
-            endings: list[Callable[[], None]] = [
-                *(partial(_end_traffic, each, mark) for each in self._traffic), *(poller.close for poller in pollers),
-                partial(_end_observer, observer, mark)]
-            for finish in endings:
-                try:
-                    finish()
-                except Exception as e:  # whatever it is, the rest is worth judging
-                    log.exception("at the end of the run")
-                    problems.append(e.message if isinstance(e, ElasticRLError) else f"{type(e).__name__}: {e}")
-        return {**end, "problems": problems, "revision": mark}
+            self._end_changes()
+            for traffic in self._traffic:
+                self._finish(partial(_end_traffic, traffic, mark))
+            for poller in pollers:
+                self._finish(poller.close)
+            self._finish(partial(_end_observer, observer, mark))
+        return {**end, "problems": self._problems, "revision": mark}
+
+    def _end_changes(self) -> None:
+        """What clients change may leave the job short of something for a moment."""
+        while self._changing:
+            self._finish(self._changing.pop().close)
+
+    def _finish(self, finish: Callable[[], None]) -> None:
+        """Ends a part of the run. Whatever comes of it, the rest is worth judging."""
+        try:
+            finish()
+        except Exception as e:
+            log.exception("at the end of the run")
+            self._problems.append(e.message if isinstance(e, ElasticRLError) else f"{type(e).__name__}: {e}")
+
+    def _await_return(self, steps: _Steps) -> None:
+        """Waits, before the job is asked to stop, until all that it runs on is back and it has made a further step, or
+        for as long as a recovery may take: what is short then is found by the checkers."""
+        since, until, done = time.time(), time.monotonic() + self._limits.recovery_s, steps.done
+        while not self._aborts.why and not self._over():
+            with self._lock:
+                short, revision = self._presence.short(), self._presence.revision
+            if not short and steps.done > done or time.monotonic() >= until:
+                for what in short:
+                    self._say(f"not back after {self._limits.recovery_s:g} s: {what}")
+                self._log.write(Kind.STOP, since=since, revision=revision, step=steps.newest)
+                return
+            self._aborts.wait(_POLL_S)
 
     def _begin_traffic(self, *, changes: bool) -> None:
         """Begins what goes on on a cluster of the run's own: others may not have what it does to theirs. ``changes``:
         as of ``Workload``."""
         for n, name in enumerate(self._scenario.traffic if self._target.own else ()):
             if WORKLOADS[name].changes == changes:
-                self._traffic.append(WORKLOADS[name].make(self._target, self._schedule.seed + n, self._log).start())
+                traffic = WORKLOADS[name].make(self._target, self._schedule.seed + n, self._log).start()
+                (self._changing if changes else self._traffic).append(traffic)
 
     def _inject(self, steps: _Steps) -> None:
         """Returns when the run is to end, with all undone that faults have left."""
@@ -385,7 +416,14 @@ class _Play:
         phase = self._target.reading().phase
         return phase.value if phase is not None else ""
 
+    def _on_gap(self, first: int, last: int) -> None:
+        self._log.write(Kind.GAP, first=first, last=last)
+        with self._lock:
+            self._presence.gap({"first": first, "last": last})
+
     def _on_change(self, change: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._presence.see({"at": time.time(), **change})
         if change["key"].startswith(self._target.observed) and not change["key"].startswith(self._secret):
             of_job = change["key"].startswith(self._target.cluster_keys.jobs_prefix())
             self._log.write(Kind.CHANGE, **(_without_seal(change) if of_job else change))
@@ -459,7 +497,7 @@ class _Steps:
     """Copies the records of the run's steps as they are written. Those of before the run are left out."""
 
     def __init__(self, target: Target, event_log: EventLog) -> None:
-        self._path, self._log, self.newest = target.paths.steps, event_log, 0
+        self._path, self._log, self.newest, self.done = target.paths.steps, event_log, 0, 0
         self._offset = self._path.stat().st_size if not target.own and self._path.exists() else 0
 
     def poll(self) -> None:
@@ -471,6 +509,7 @@ class _Steps:
                 if record.pop("kind") == "step":
                     self._log.write(Kind.STEP, **record)
                     self.newest = int(record["step"])
+                    self.done += 1
 
 
 class _Events:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate import (
+    ending,
     faults,
     fencing,
     groups,
@@ -16,10 +17,12 @@ from chaos_tests.validate import (
     histories,
     leadership,
     lifecycles,
+    recoveries,
     running,
     training,
     versions,
     watches,
+    weights,
 )
 from chaos_tests.validate.replay import Replay
 from chaos_tests.validate.verdict import MOST_SHOWN, RULES, RUN, Checker, State, Verdict, Violation
@@ -29,7 +32,8 @@ OF_STORE: Sequence[type[Checker]] = (
     *groups.CHECKERS)
 """The checkers that judge any history of etcd, also one of parts without a job."""
 CHECKERS: Sequence[type[Checker]] = (
-    *faults.CHECKERS, *training.CHECKERS, *OF_STORE, *running.CHECKERS, *histories.CHECKERS, *growth.CHECKERS)
+    *faults.CHECKERS, *recoveries.CHECKERS, *training.CHECKERS, *weights.CHECKERS, *OF_STORE, *running.CHECKERS,
+    *ending.CHECKERS, *histories.CHECKERS, *growth.CHECKERS)
 
 
 def judge(events: Iterable[Event], baseline: Iterable[Event] | None = None) -> list[Verdict]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from chaos_tests.event_log import Event
 from chaos_tests.validate.replay import Lifecycle, Step, Transaction, below
-from chaos_tests.validate.running import RECOVERY_S
 from chaos_tests.validate.verdict import Checker
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 
@@ -48,7 +46,8 @@ def _same_runner(step: Step) -> bool:
 
 class Routable(Checker):
     """An engine becomes READY only with a version that was verified in it and while none is being applied, in the
-    present epoch; what it has is a version that was committed; and it never goes back to an older one."""
+    present epoch; what it has is a version that was committed, and that its record said before was being applied; and
+    it never goes back to an older one."""
 
     rule = "I4"
     keys = (_ENGINES, _STREAMS)
@@ -58,6 +57,8 @@ class Routable(Checker):
         super().__init__()
         self._newest, self._heads = dict[str, tuple[str, int]](), dict[str, int]()
         """By the engine's key: its runner, and the newest version that it had. By the head's key: the newest one."""
+        self._doubted = set[str]()
+        """Keys of engines whose version broke a rule: the next change of it may be a consequence."""
 
     def gap(self, first: int, last: int) -> None:
         self._heads.clear()
@@ -85,11 +86,31 @@ class Routable(Checker):
         ahead = head is not None and version > max(head, newest)
         if step.old.get("version") == version and before == runner:
             pass  # it was judged when it came
-        elif version and version < newest:
-            self.violated(f"{step.at()} went back from version {newest} to {version}", step.event)
-        elif ahead:
-            self.violated(f"{step.at()} has version {version}, and the head is {head}", step.event)
+        elif why := self._why_wrong(step, version, newest, head if ahead else None):
+            if step.key not in self._doubted:
+                self.violated(f"{step.at()} {why}", step.event)
+            self._doubted ^= {step.key}
+        else:
+            self._doubted.discard(step.key)
         self._newest[step.key] = (runner, newest if ahead else max(version, newest))
+        self._becomes_ready(found, step, version)
+
+    def _why_wrong(self, step: Step, version: int, newest: int, head: int | None) -> str:
+        """Why an engine may not have a version that it had not before; "" where it may. ``head``: that of the stream,
+        where the version is ahead of it."""
+        if not version:
+            return ""
+        if version < newest:
+            return f"went back from version {newest} to {version}"
+        if head is not None:
+            return f"has version {version}, and the head is {head}"
+        applying = step.old.get("applying", 0)
+        if step.old and _same_runner(step) and not step.new.get("external") and applying != version:
+            return f"has version {version}, and version {applying} was being applied"
+        return ""
+
+    def _becomes_ready(self, found: Transaction, step: Step, version: int) -> None:
+        new = step.new
         if new.get("state") != "ready" or not step.created and step.old.get("state") != "syncing":
             return  # from another state it does not become ready, which ``Engines`` judges
         epoch = found.before(step.scope + _EPOCH).get("number")
@@ -101,34 +122,15 @@ class Routable(Checker):
 
 
 class Operations(Lifecycle):
-    """An operation runs until it has ended, within a bounded time; an end is final, and none is deleted before."""
+    """An operation runs until it has ended; an end is final, and none is deleted before."""
 
     rule, keys, judges = "I10", (_OPERATIONS,), "states of operations of the API"
     state, first = "state", frozenset({"running"})
     allowed: ClassVar = {"running": frozenset({"succeeded", "failed", "cancelled"})}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._open, self._at = dict[str, tuple[float, Event]](), 0.0
-
-    def gap(self, first: int, last: int) -> None:
-        self._open.clear()
-
     def also(self, found: Transaction, step: Step) -> None:
-        self._at = found.at
         if not step.put and step.old.get("state") == "running":
             self.violated(f"{step.at()} was deleted while it ran", step.event)
-        if step.new.get("state") == "running":
-            self._open.setdefault(step.key, (found.at, step.event))
-        else:
-            self._open.pop(step.key, None)
-
-    def finish(self, end: Event | None) -> None:
-        super().finish(end)
-        now = float(end["at"]) if end is not None else self._at
-        for key, (since, proof) in self._open.items():
-            if now - since > RECOVERY_S:
-                self.violated(f"{key} is under way since {now - since:.0f} s", proof)
 
 
 class Idempotency(Checker):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from chaos_tests.event_log import Event
-from chaos_tests.validate.replay import Step, Transaction, below, is_job
-from chaos_tests.validate.verdict import Checker
+from chaos_tests.event_log import Event, Kind
+from chaos_tests.validate.replay import Replay, Step, Transaction, below, is_job
+from chaos_tests.validate.verdict import OWN_TARGETS, Checker
 from elastic_rl.etcd.job_records import ENDED_PHASES
 from elastic_rl.etcd.keys import Keys
 
@@ -16,30 +18,87 @@ RECOVERY_S = 900.0
 _JOB = Keys("j")
 STATUS, SPEC, EPOCH = below(_JOB.job_status()), below(_JOB.job_spec()), below(_JOB.epoch())
 MEMBERS, POOLS = below(_JOB.members_prefix()), below(_JOB.pools_prefix())
+OPERATIONS = below(_JOB.operations_prefix())
 _STREAMS, _HEAD = below(_JOB.streams_prefix()), "/head"
+_SETS, _CATALOG = below(_JOB.replica_sets_prefix("")).rstrip("/") + "/", below(_JOB.dcs_catalog())
+_OF_SETS = re.compile(re.escape(_SETS) + r"([^/]+)/(\d+)")
+_LEAST_S = 30.0
+"""A shortage at the end of a run that is no longer than this is none, however fast its machine is."""
+
+
+class Patience:
+    """How long what is short at the end of a run may have been short: as long as the parts of the same run took, on the
+    same machine, to start and to come back."""
+
+    def __init__(self) -> None:
+        self._began = self._first_step = self._longest = 0.0
+
+    def begin(self, run: Event) -> None:
+        self._began = float(run.get("at", 0.0))
+
+    def see(self, event: Event) -> None:
+        """A STEP or a FAULT."""
+        if event["kind"] == Kind.STEP:
+            self._first_step = self._first_step or float(event["at"])
+        elif event["kind"] == Kind.FAULT and event.get("healed_at") and event.get("injected_at"):
+            self._longest = max(self._longest, float(event["healed_at"]) - float(event["injected_at"]))
+
+    @property
+    def seconds(self) -> float:
+        """Of a run without a step nothing is known: ``RECOVERY_S``."""
+        if not self._first_step:
+            return RECOVERY_S
+        return min(RECOVERY_S, max(_LEAST_S, self._first_step - self._began, 2 * self._longest))
+
+
+@dataclass
+class _Shortage:
+    scope: str
+    what: str
+    how: str
+    proof: Event
+    since: float
+    revision: int
+    """The one with which it began."""
+    until: float = 0.0
+    ended: int | None = None
+    """The revision with which it ended, if by a change of what is short; None: with its job, or not in the log."""
 
 
 class _Shortages(Checker, ABC):
-    """Times in which something is short, while its job runs."""
+    """Times in which something is short, while its job runs. On a cluster of its own, a run asks its job to stop when
+    nothing is short, or after ``RECOVERY_S``: what is short then has not come back."""
+
+    reads = frozenset({Kind.FAULT, Kind.STEP, Kind.STOP})
 
     def __init__(self) -> None:
         super().__init__()
-        self._since = dict[tuple[str, str], tuple[float, str, Event]]()
-        """Time, how it is short, and what says so, by scope and what is short."""
+        self._open, self._ended = dict[tuple[str, str], _Shortage](), list[_Shortage]()
         self._over = set[str]()
-        self._at = 0.0
+        self._at, self._revision = 0.0, 0
+        self._patience, self._stop = Patience(), dict[str, Any]()
+
+    def begin(self, run: Event) -> None:
+        super().begin(run)
+        self._patience.begin(run)
+
+    def see(self, event: Event) -> None:
+        if event["kind"] == Kind.STOP:
+            self._stop = dict(event)
+        else:
+            self._patience.see(event)
 
     def gap(self, first: int, last: int) -> None:
-        self._since.clear()
+        self._open.clear()
 
     def transaction(self, found: Transaction) -> None:
-        self._at = found.at
+        self._at, self._revision = found.at, found.revision
         for step in filter(is_job, found.steps):
             if step.name == STATUS and step.new:
                 if step.new.get("phase") in ENDED_PHASES:
                     self._over.add(step.scope)
-                    for one in [key for key in self._since if key[0] == step.scope]:
-                        self._whole(*one)
+                    for one in [one for one in self._open.values() if one.scope == step.scope]:
+                        self._close(one)
                 else:
                     self._over.discard(step.scope)
             elif step.scope not in self._over:
@@ -49,22 +108,46 @@ class _Shortages(Checker, ABC):
     def of_job(self, step: Step) -> None:
         """A change in a job that is not over."""
 
-    def _is(self, step: Step, what: str, short: str) -> None:
-        """``short``: how it is short; "" where it is not."""
-        if not short:
-            self._whole(step.scope, what)
-        else:
-            self._since.setdefault((step.scope, what), (self._at, short, step.event))
+    def short(self) -> list[str]:
+        """What is short now."""
+        return [f"{one.what}: {one.how}" for one in self._open.values()]
 
-    def _whole(self, scope: str, what: str) -> None:
-        since, short, proof = self._since.pop((scope, what), (self._at, "", {}))
-        if self._at - since > RECOVERY_S:
-            self.violated(f"{what} was short for {self._at - since:.0f} s: {short}", proof)
+    def _is(self, step: Step, what: str, how: str) -> None:
+        """``how``: how it is short; "" where it is not."""
+        one = self._open.get((step.scope, what))
+        if how and one is None:
+            self._open[step.scope, what] = _Shortage(step.scope, what, how, step.event, self._at, self._revision)
+        elif one is not None and not how:
+            one.ended = self._revision
+            self._close(one)
+
+    def _close(self, one: _Shortage) -> None:
+        one.until = self._at
+        del self._open[one.scope, one.what]
+        if one.ended is None or one.until - one.since > RECOVERY_S or self.run.get("target") in OWN_TARGETS:
+            self._ended.append(one)
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
-        for scope, what in [*self._since]:
-            self._whole(scope, what)
+        for one in [*self._open.values()]:
+            self._close(one)
+        for one in self._ended:
+            if (why := self._why_violated(one)) is not None:
+                self.violated(f"{one.what} was short for {one.until - one.since:.0f} s{why}: {one.how}", one.proof)
+
+    def _why_violated(self, one: _Shortage) -> str | None:
+        """None: it is not; else how its duration goes on."""
+        if one.until - one.since > RECOVERY_S:
+            return ""
+        if self.run.get("target") not in OWN_TARGETS or self.end is None or self.end.get("aborted"):
+            return None
+        if self._stop:
+            asked = int(self._stop["revision"])
+            if one.revision <= asked and (one.ended is None or one.ended > asked):
+                return ", when the run asked the job to stop"
+        elif one.ended is None and one.until - one.since > self._patience.seconds:
+            return f", until the job ended, and it took {self._patience.seconds:.0f} s at most before"
+        return None
 
 
 class PoolSizes(_Shortages):
@@ -133,6 +216,45 @@ class Singletons(_Shortages):
         return f"{roles}: {self._losses} members lost" if self.judged else ""
 
 
+class OpenOperations(_Shortages):
+    """An operation of the API ends in a bounded time."""
+
+    rule = "I10"
+    keys = (STATUS, OPERATIONS)
+    judges = "operations of the API"
+
+    def of_job(self, step: Step) -> None:
+        if step.name.startswith(OPERATIONS):
+            self.judged += step.created
+            running = step.new.get("state") == "running"
+            self._is(step, f"the operation {step.name.removeprefix(OPERATIONS)}", "it is under way" if running else "")
+
+
+class Presence:
+    """What is short of the jobs of a cluster now, by the changes of etcd that were seen so far: for a run that waits
+    for what its faults have taken to come back."""
+
+    def __init__(self) -> None:
+        self._checkers = (PoolSizes(), Singletons(), OpenOperations())
+        self._keys = tuple({key for checker in self._checkers for key in checker.keys})
+        self._replay = Replay(self._checkers)
+        self.revision = 0
+        """The newest one that was seen."""
+
+    def see(self, change: Event) -> None:
+        if below(str(change["key"])).startswith(self._keys):
+            self._replay.change(change)
+        if change["revision"] > self.revision:
+            self.revision = int(change["revision"])
+
+    def gap(self, gap: Event) -> None:
+        self._replay.gap(gap)
+
+    def short(self) -> list[str]:
+        self._replay.flush()
+        return [what for checker in self._checkers for what in checker.short()]
+
+
 class Decisions(Checker):
     rule = "I13"
     keys = (SPEC,)
@@ -158,7 +280,7 @@ class KeptAfterStop(Checker):
     """A job that has ended keeps what it is resumed and exported from."""
 
     rule = "I15"
-    keys = (SPEC, STATUS, EPOCH, _STREAMS)
+    keys = (SPEC, STATUS, EPOCH, _STREAMS, _SETS, _CATALOG)
     lacks = "the job did not end within the log"
 
     def __init__(self) -> None:
@@ -176,12 +298,22 @@ class KeptAfterStop(Checker):
                     self._seen.add(step.job)
                 else:
                     self._ended.pop(step.job, None)
-            head = step.name.startswith(_STREAMS) and step.name.endswith(_HEAD)
-            if step.job in self._ended and not step.put and (step.name in (SPEC, STATUS, EPOCH) or head):
+            if step.job in self._ended and not step.put and self._is_kept(found, step):
                 self.violated(f"{step.at()} was deleted after the job had ended", self._ended[step.job], step.event)
+
+    @staticmethod
+    def _is_kept(found: Transaction, step: Step) -> bool:
+        """Whether a key is what a job is resumed and exported from. I3 is about the records of versions; of where their
+        parts are, what is about a head is kept, and others may be released by what was under way."""
+        if step.name in (SPEC, STATUS, EPOCH, _CATALOG) or step.name.startswith(_STREAMS) and step.name.endswith(_HEAD):
+            return True
+        if (match := _OF_SETS.fullmatch(step.name)) is None:
+            return False
+        head = f"{step.scope}{_STREAMS}{match[1]}{_HEAD}"
+        return int(match[2]) in (found.after.get(head).get("number"), found.before(head).get("number"))
 
     def evidence(self) -> str:
         return f"what is kept of {', '.join(sorted(self._seen))}" if self._seen else ""
 
 
-CHECKERS: tuple[type[Checker], ...] = (PoolSizes, Singletons, Decisions, KeptAfterStop)
+CHECKERS: tuple[type[Checker], ...] = (PoolSizes, Singletons, OpenOperations, Decisions, KeptAfterStop)

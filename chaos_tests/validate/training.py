@@ -183,8 +183,25 @@ class TrainedOnce(StepChecker):
         if staleness is not None and staleness > bound:
             self.violated(f"step {record['step']} has a staleness of {staleness}, above {bound}",
                           proof(record, "staleness", "sample_versions"))
+        self._whole(record)
         self._effective.add(int(record["step"]), _Trained(
             tuple(_runs(sorted(record.get("groups") or ()))), int(record.get("dropped_groups") or 0)))
+
+    @property
+    def _alternates(self) -> bool:
+        """Whether generation and training do."""
+        return (self.settings.get("train") or {}).get("schedule", "sync") == "sync"
+
+    def _whole(self, record: Event) -> None:
+        """A step trains on samples, and where generation and training alternate on as many groups as its settings say,
+        but for those that were dropped."""
+        groups, dropped = len(record.get("groups") or ()), int(record.get("dropped_groups") or 0)
+        wanted = (self.settings.get("train") or {}).get("prompts_per_step")
+        if groups and not record.get("samples", 1):
+            self.violated(f"step {record['step']} has no samples", proof(record, "samples", "groups"))
+        elif self._alternates and isinstance(wanted, int) and not wanted - dropped <= groups <= wanted:
+            self.violated(f"step {record['step']} has {groups} prompt groups of {wanted}, and {dropped} were dropped",
+                          proof(record, "groups", "dropped_groups"))
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
@@ -201,13 +218,14 @@ class TrainedOnce(StepChecker):
                 self.violated(f"prompt group {first} was trained on in step {by} and in step {step}")
             if last > reached:
                 reached, by = last, step
-        if runs and not again and (self.settings.get("train") or {}).get("schedule", "sync") == "sync":
+        if runs and not again and self._alternates:
             self._none_left_out(runs)
 
     def _none_left_out(self, runs: Sequence[tuple[int, int, int]]) -> None:
         """Where generation and training alternate, groups are trained in their order, and what is dropped is on the
         record of a step."""
-        reached, holes, step = runs[0][0] - 1, list[int](), 0
+        from_begin = min(self._effective.of) == 1
+        reached, holes, step = -1 if from_begin else runs[0][0] - 1, list[int](), 0
         for first, last, of in runs:
             if first > reached + 1:
                 holes.append(first - reached - 1)

@@ -63,7 +63,7 @@ class ObservedOrder(Checker):
 
 class Watches(Checker):
     """What each watch delivered is what the store did under its prefix, in that order, from where it began or has read
-    the range again, up to the last change that it delivered."""
+    the range again, up to the last change that it delivered; in a whole log, that is the last one of the run."""
 
     rule = "I1"
     reads = frozenset({Kind.WATCH})
@@ -89,6 +89,7 @@ class Watches(Checker):
         of = (str(event["client"]), str(event["prefix"]))
         revision, listed = int(event["revision"]), bool(event.get("listed"))
         watch = self._watches.setdefault(of, _Delivered(revision if listed else revision - 1))
+        watch.reached = max(watch.reached, revision)
         if listed:
             last = watch.changes[-1][0] if watch.changes else watch.since
             watch.parts.append((watch.since, watch.changes))
@@ -106,6 +107,12 @@ class Watches(Checker):
         super().finish(end)
         for of, watch in self._watches.items():
             self._judge(of, watch, whole=True)
+        until = int((end or {}).get("revision") or 0)
+        for of, watch in self._watches.items():
+            if lost := [change for change in self._store
+                        if watch.reached < change[0] <= until and change[2].startswith(of[1])]:
+                self._wrong(of, f"it delivered nothing after revision {watch.reached}, and {len(lost)} changes are "
+                                f"missing, first {lost[0][2]} of revision {lost[0][0]}")
 
     def _judge(self, of: tuple[str, str], watch: _Delivered, *, whole: bool) -> None:
         """Judges what was delivered, and forgets it. ``whole``: also the last transaction, of which more may come."""
@@ -137,6 +144,8 @@ class _Delivered:
     parts: list[tuple[int, list[_Seen]]] = field(default_factory=list)
     """What the watch had delivered each time before it read the range again: after which revision, and the changes."""
     count: int = 0
+    reached: int = 0
+    """The newest revision that it has shown."""
 
 
 def _differences(got: Sequence[_Seen], wanted: Sequence[_Seen]) -> Iterator[str]:

@@ -336,6 +336,9 @@ class EngineRunner:
     def _update(self, puller: Puller, target: Version) -> bool:
         """See ``_sync``."""
         began = time.monotonic()
+        if self._corrupt_version not in (0, target.number):  # of another version nothing is known
+            self._corrupt_version = 0
+            self._write_soon()
         try:
             with traces.span("engine.sync", parent=traces.extract(target.meta.get("trace")), engine=self._id,
                              version=target.number), contextlib.ExitStack() as held:

@@ -46,6 +46,11 @@ class InjectionEnded(ElasticRLError):
     """No further fault is to be injected: the run has ended, or an operator has aborted the injection."""
 
 
+class VictimTaken(ElasticRLError):
+    """The process that was to be struck has ended, or another fault has ended it: it proves nothing of this one, which
+    has struck nothing yet and is begun again."""
+
+
 class Fault(Protocol):
     """One fault. ``inject`` returns (target, witness) once the fault was seen to happen; "" for a witness: nothing has
     happened. What it does to the run it does within ``FaultContext.striking``.
@@ -102,6 +107,8 @@ class FaultContext:
         self.ended = threading.Event()
         """Set, by ``end``, once no further fault is to be injected. One that waits for its moment then gives up."""
         self._etcd = etcd
+        self._taken = set[psutil.Process]()
+        """Processes that a fault has ended."""
         self._gate, self._strikes = threading.RLock(), threading.local()
 
     @property
@@ -153,8 +160,21 @@ class FaultContext:
 
         return patiently(read, away=EtcdUnavailable, pauses_s=AWAY_PAUSES_S, pause=pause, waiting=lambda _: None)
 
+    def take(self, process: psutil.Process) -> None:
+        """Notes that a fault is about to end a process. Raises VictimTaken for one that has ended, or that another
+        fault has taken."""
+        with self._gate:
+            if process in self._taken or not runs(process):
+                raise VictimTaken(f"pid {process.pid} has ended, or another fault ends it")
+            self._taken.add(process)
+
     def kill(self, pid: int) -> str:
-        """kill -9 of one process; returns the witness that it has ended."""
+        """kill -9 of one process; returns the witness that it has ended. Raises VictimTaken."""
+        try:
+            process = psutil.Process(pid)
+        except psutil.NoSuchProcess as e:
+            raise VictimTaken(f"pid {pid} has ended") from e
+        self.take(process)
         return kill(pid, self.striking(f"pid {pid} was sent SIGKILL"))
 
     def stop(self, process: psutil.Process) -> str:

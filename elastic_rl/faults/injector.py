@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable
-from elastic_rl.faults.context import AWAY_PAUSES_S, Fault, FaultContext, InjectionEnded
+from elastic_rl.faults.context import AWAY_PAUSES_S, INJECT_TIMEOUT_S, Fault, FaultContext, InjectionEnded, VictimTaken
 from elastic_rl.faults.kinds import CoordinatorKilled, EngineKilled, PoolScaled, TrainerRankKilled
 from elastic_rl.faults.undo import undo_all
 from elastic_rl.report.build import read_records_since
@@ -193,13 +193,17 @@ class FaultInjector(threading.Thread):
         self.records.write("fault", **record)
 
     def _inject(self, fault: Fault) -> tuple[str, str]:
-        """A fault that finds that etcd is away is begun again, unless it has struck."""
-        def waiting(error: EtcdUnavailable) -> None:
-            if self.context.struck:
-                raise error
-            log.warning("waiting for etcd: %s", error)
+        """A fault that finds that etcd is away, or that its victim has just ended, is begun again, unless it has
+        struck."""
+        until = time.monotonic() + INJECT_TIMEOUT_S
 
-        return patiently(fault.inject, away=EtcdUnavailable, pauses_s=AWAY_PAUSES_S, pause=self._pause, waiting=waiting)
+        def waiting(error: ElasticRLError) -> None:
+            if self.context.struck or (isinstance(error, VictimTaken) and time.monotonic() >= until):
+                raise error
+            log.warning("beginning %s again: %s", fault.name, error)
+
+        return patiently(fault.inject, away=(EtcdUnavailable, VictimTaken), pauses_s=AWAY_PAUSES_S, pause=self._pause,
+                         waiting=waiting)
 
     def _meanwhile(self, times: dict[str, Any]) -> str:
         end = times["healed_at"] or time.time()

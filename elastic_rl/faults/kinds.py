@@ -242,30 +242,31 @@ class TrainerRankKilled(Killed):
         return self.context.has_event(self._back_as, self.at)
 
 
-class TrainerRankStopped:
+class TrainerRankStopped(Killed):
     """SIGSTOP of one rank: the process exists and does nothing, so the others hang in their collectives."""
 
     name = "trainer_rank_stopped"
 
     def __init__(self, context: FaultContext) -> None:
-        self.context = context
+        super().__init__(context)
+        self.incarnation, self.ranks = "", 0
 
     def inject(self) -> tuple[str, str]:
-        self.at, self.step = time.time(), self.context.step()
-        rank = max(self.context.trainer_ranks(), key=lambda m: m.id)
-        self.incarnation = rank.incarnation
+        self.at = time.time()
+        ranks = self.context.trainer_ranks()
+        rank = max(ranks, key=lambda m: m.id)
+        self.incarnation, self.ranks = rank.incarnation, len(ranks)
         return f"trainer {rank.id}", self.context.stop(psutil.Process(rank.pid))
 
     def detected(self) -> bool:
         """Whether the rank's lease ended, the leader found that the others hang, or their collective timed out."""
         return any(self.context.has_event(kind, self.at) for kind in event_kinds.begins_fault(ACTOR.name))
 
-    def healed(self) -> bool:
-        """Another rank has its place, and the run has trained a further step. The training loop need not have reported
+    def is_back(self) -> bool:
+        """There are as many ranks as before, and another one has its place. The training loop need not have reported
         it: it waited for the trainer, so the leader may have found it hung, and restarted it too."""
         ranks = self.context.trainer_ranks()
-        return bool(ranks) and self.context.step() > self.step and all(
-            m.incarnation != self.incarnation for m in ranks)
+        return len(ranks) >= self.ranks and all(m.incarnation != self.incarnation for m in ranks)
 
 
 class Restarted:
@@ -292,26 +293,29 @@ class Restarted:
 
 
 class CoordinatorKilled:
+    """The death of the coordinator that leads. Nothing that runs needs it, so no step is asked for."""
+
     name = "coordinator_killed"
 
     def __init__(self, context: FaultContext) -> None:
-        self.context, self.victim, self.replicas = context, "", 0
+        self.context, self.at = context, 0.0
+        self.victim = self.replicas = 0
 
     def inject(self) -> tuple[str, str]:
         self.replicas = self._replicas()
         leader = wait_until(self.context.leader, timeout_s=INJECT_TIMEOUT_S, what="a leading coordinator")
-        self.victim, self.at = leader.replica, time.time()
+        self.victim, self.at = leader.pid, time.time()
         return f"coordinator {leader.replica}", self.context.kill(leader.pid)
 
     def detected(self) -> bool:
         leader = self.context.leader()
-        return leader is None or leader.replica != self.victim
+        return leader is None or leader.pid != self.victim
 
     def healed(self) -> bool:
-        """Another replica leads and has written its event, which only a working leader does, and there are as many as
-        before."""
+        """Another process leads, which may be the restarted replica, and has written its event, which only a working
+        leader does, and there are as many as before."""
         leader = self.context.leader()
-        return (leader is not None and leader.replica != self.victim and self._replicas() >= self.replicas
+        return (leader is not None and leader.pid != self.victim and self._replicas() >= self.replicas
                 and self.context.has_event(event_kinds.LEADER_ELECTED, self.at))
 
     def _replicas(self) -> int:

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import psutil
 
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd import fencing
-from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults import states
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, stopped
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, VictimTaken, stopped
+from elastic_rl.faults.kinds import Killed
 from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.service_files import node_service
 from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.service.client import TrainerClient
 
-_STEPS_AFTER = 2
-"""Steps that the run has to do after an outage before it counts as over: one may have been under way."""
 
-
-class _Outage:
+class _Outage(Killed):
     """What the outages have in common. ``said``: what the run's status said that it waits for."""
 
-    name = ""
     may_go_unnoticed = True
     """An outage may be over before the run says that it waits."""
     part = ""
     """What the run is to say that it waits for; "": whatever it says."""
 
     def __init__(self, context: FaultContext) -> None:
-        self.context, self.said, self.step = context, "", 0
-
-    def _begins(self) -> None:
-        self.step = self.context.step()
+        super().__init__(context)
+        self.said = ""
 
     def detected(self) -> bool:
         """The run says that it waits."""
@@ -41,9 +37,6 @@ class _Outage:
         if said and self.part in said:  # it may wait for something else in the moment in which this fault begins
             self.said = said
         return bool(self.said)
-
-    def healed(self) -> bool:
-        return self.context.step() >= self.step + _STEPS_AFTER
 
     def _service(self, name: str) -> int:
         """Pid of a service of the local cluster, once it runs."""
@@ -58,11 +51,14 @@ class EtcdStopped(_Outage):
         self.seconds, self.name = seconds, "etcd_stopped"
 
     def inject(self) -> tuple[str, str]:
-        self._begins()
         etcd = psutil.Process(self._service("etcd-0"))
         with stopped(self.context, etcd):
             self.context.ended.wait(self.seconds)
         return "etcd-0", f"pid {etcd.pid} was stopped for {self.seconds:g} s"
+
+    def is_back(self) -> bool:
+        """It runs, or another one does that was restarted meanwhile."""
+        return bool(self.context.service("etcd-0"))
 
 
 class ServiceKilled(_Outage):
@@ -70,11 +66,14 @@ class ServiceKilled(_Outage):
 
     def __init__(self, context: FaultContext, service: str) -> None:
         super().__init__(context)
-        self.service, self.name = service, f"{service.partition('-')[0]}_killed"
+        self.service, self.name, self.victim = service, f"{service.partition('-')[0]}_killed", 0
 
     def inject(self) -> tuple[str, str]:
-        self._begins()
-        return self.service, self.context.kill(self._service(self.service))
+        self.victim = self._service(self.service)
+        return self.service, self.context.kill(self.victim)
+
+    def is_back(self) -> bool:
+        return self.context.service(self.service) not in (0, self.victim)
 
 
 class DcsNodeKilled(ServiceKilled):
@@ -87,21 +86,41 @@ class DcsNodeKilled(ServiceKilled):
 class AllEnginesKilled(_Outage):
     name, part = "all_engines_killed", "engines"
 
+    def __init__(self, context: FaultContext) -> None:
+        super().__init__(context)
+        self.desired, self.victims = 0, frozenset[str]()
+
     def inject(self) -> tuple[str, str]:
-        wait_until(lambda: len(self.context.ready()) >= self.context.desired(), timeout_s=INJECT_TIMEOUT_S,
+        self.desired = self.context.desired()
+        wait_until(lambda: len(self.context.ready()) >= self.desired, timeout_s=INJECT_TIMEOUT_S,
                    what="a pool of ready engines")
-        self._begins()
-        victims = [e for e in self.context.engines() if e.state is EngineState.READY and not e.external]
-        return "every engine", "; ".join([self.context.kill(e.pid) for e in victims])
+        killed = dict[str, str]()
+        for engine in self.context.engines():
+            if engine.state is EngineState.READY and not engine.external:
+                with contextlib.suppress(VictimTaken):
+                    killed[engine.id] = self.context.kill(engine.pid)
+        if not killed:
+            raise VictimTaken("no engine that was ready was left to kill")
+        self.victims = frozenset(killed)
+        return "every engine", "; ".join(killed.values())
+
+    def is_back(self) -> bool:
+        return len(self.context.ready() - self.victims) >= self.desired
 
 
 class RouterKilled(_Outage):
     name = "router_killed"
 
+    def __init__(self, context: FaultContext) -> None:
+        super().__init__(context)
+        self.victim = 0
+
     def inject(self) -> tuple[str, str]:
-        router = wait_until(self.context.router_pid, timeout_s=INJECT_TIMEOUT_S, what="the router")
-        self._begins()
-        return "router", self.context.kill(router)
+        self.victim = wait_until(self.context.router_pid, timeout_s=INJECT_TIMEOUT_S, what="the router")
+        return "router", self.context.kill(self.victim)
+
+    def is_back(self) -> bool:
+        return self.context.router_pid() not in (0, self.victim)
 
 
 class ActorKilled(_Outage):
@@ -109,12 +128,19 @@ class ActorKilled(_Outage):
 
     name = "actor_killed"
 
+    def __init__(self, context: FaultContext) -> None:
+        super().__init__(context)
+        self.victim = ""
+
     def inject(self) -> tuple[str, str]:
         executed = wait_until(lambda: states.training(self.context), timeout_s=INJECT_TIMEOUT_S,
                               what="a step that is being trained", poll_s=0.002)
-        self._begins()
-        killed = self.context.kill(members(self.context.etcd, self.context.keys, "actor")[0].pid)
-        return "actor", f"{killed}; the trainer was {executed}"
+        actor = self.context.members("actor")[0]
+        self.victim = actor.incarnation
+        return "actor", f"{self.context.kill(actor.pid)}; the trainer was {executed}"
+
+    def is_back(self) -> bool:
+        return any(actor.incarnation != self.victim for actor in self.context.members("actor"))
 
 
 class SecondActor(_Outage):
@@ -127,7 +153,6 @@ class SecondActor(_Outage):
         self.seconds, self.term = seconds, 0
 
     def inject(self) -> tuple[str, str]:
-        self._begins()
         etcd, keys, cfg = self.context.etcd, self.context.keys, self.context.cfg
         epoch = fencing.current_epoch(etcd, keys)
         with self.context.striking("another actor has begun a term"):
@@ -142,9 +167,9 @@ class SecondActor(_Outage):
             client.close()
         return "actor", f"term {self.term} was begun beside the actor, for {self.seconds:g} s"
 
-    def healed(self) -> bool:
-        newest = fencing.current_term(self.context.etcd, self.context.keys)
-        return newest > self.term and super().healed()
+    def is_back(self) -> bool:
+        """The job's own actor has begun a later term."""
+        return fencing.current_term(self.context.etcd, self.context.keys) > self.term
 
 
 class TrainerStopped(_Outage):
@@ -152,10 +177,19 @@ class TrainerStopped(_Outage):
 
     name, part = "trainer_stopped", "trainer"
 
+    def __init__(self, context: FaultContext) -> None:
+        super().__init__(context)
+        self.victims = frozenset[str]()
+
     def inject(self) -> tuple[str, str]:
-        self._begins()
-        ranks = [psutil.Process(m.pid) for m in self.context.trainer_ranks()]
+        members = self.context.trainer_ranks()
+        self.victims = frozenset(member.incarnation for member in members)
+        ranks = [psutil.Process(member.pid) for member in members]
         agent = next(p for p in ranks[0].parents() if "elastic_rl.trainer.group.agent" in " ".join(p.cmdline()))
         for process in (agent, *ranks):
             self.context.stop(process)
         return "trainer", f"agent {agent.pid} and {len(ranks)} ranks were stopped"
+
+    def is_back(self) -> bool:
+        now = {member.incarnation for member in self.context.trainer_ranks()}
+        return not now & self.victims and len(now) >= len(self.victims)

@@ -200,10 +200,13 @@ class Struck(Killed):
         pid = victim.pid
         if self.way is Way.KILLED:
             return self.context.kill(pid)
+        if self.way.ends:
+            self.context.take(victim)
         if self.way is Way.PAUSED:
             with stopped(self.context, victim):
                 self.context.ended.wait(self.seconds)
-            return f"pid {pid} was stopped for {self.seconds:g} s"
+                ended = "" if runs(victim) else ", or until it was ended"
+            return f"pid {pid} was stopped for {self.seconds:g} s{ended}"
         if self.way is Way.GIL_HELD:
             return ptrace.hold_gil(pid, self.seconds, find_s=_FIND_GIL_S, wait=self._hold, pause=self._pause)
         if self.way is Way.EXITED:

@@ -82,14 +82,23 @@ class ZombieDriver(Killed):
         self._victim, self.at = psutil.Process(driver.pid), time.time()
         with stopped(self.context, self._victim):
             begun = answered(lambda: fencing.begin_driver(etcd, keys, epoch, "chaos"))
+            stopped_s, lives = time.time() - self.at, runs(self._victim)
+        if not lives:  # its run has ended it, which may not wait for one that is stopped for long
+            return f"driver (generation {generation})", ""
         try:
             answered(FencedWriter.of_driver(etcd, keys, epoch, generation).require)
         except Fenced as e:
             refused = f"a write under its generation was refused: {e.message}"
         else:
             raise FencingBroken(f"a write of the driver's generation {generation}, which is over, was accepted")
+        wait_until(self._has_ended, timeout_s=INJECT_TIMEOUT_S, what="the end of the fenced driver")
         return f"driver (generation {generation})", (
-            f"pid {driver.pid} was stopped for {time.time() - self.at:.1f} s, and generation {begun} began; {refused}")
+            f"pid {driver.pid} was stopped for {stopped_s:.1f} s, and generation {begun} began; it went on and ended; "
+            f"{refused}")
+
+    def _has_ended(self) -> bool:
+        self.context.require_going_on()
+        return not runs(self._victim)
 
     def detected(self) -> bool:
         return self.context.has_event(event_kinds.DRIVER_RESTARTED, self.at)

@@ -57,9 +57,10 @@ class Republish:
     dear, and not for a publish. One that has found corrupt copies only is not slow: the first look is at once. What was
     published again and is lost once more is looked at ever less often, up to an hour."""
 
-    def __init__(self, first_pull_s: float) -> None:
-        """``first_pull_s``: how long the first pull of an engine, of which nothing is known, may take."""
-        self._first_pull_s = first_pull_s
+    def __init__(self, first_pull_s: float, version: int) -> None:
+        """``first_pull_s``: how long the first pull of an engine, of which nothing is known, may take. ``version``: the
+        one that is waited for; that an older one was corrupt says nothing of it."""
+        self._first_pull_s, self._version = first_pull_s, version
         self._since: dict[str, float] = {}
         self._times, self._has_looked = 0, False
 
@@ -71,7 +72,7 @@ class Republish:
         usual_s = max(FIRST_S, _PULLS * longest_pull_s)
 
         def over(engine: Engine) -> bool:
-            is_corrupt = engine.corrupt_version > engine.version
+            is_corrupt = engine.corrupt_version >= self._version
             if is_corrupt and not self._has_looked:
                 return True
             is_first_pull = not (engine.version or engine.pull_apply_s or is_corrupt)
@@ -105,7 +106,8 @@ class PoolSync:
         """The pool's engines, as they were at the last wait."""
         self._waited_for = 1
         """The version of the newest wait."""
-        self._unserved = _LostVersion(self)
+        self._unserved: _LostVersion | None = None
+        """Of the version of that wait, while no engine serves."""
 
     def no_engine(self) -> str:
         """Which engines are missing, while none serves; "" also without etcd. Call it regularly: the engines that are
@@ -116,10 +118,13 @@ class PoolSync:
         except EtcdUnavailable:
             return ""
         if found is None:
-            self._unserved.close()
-            self._unserved = _LostVersion(self)
+            if self._unserved is not None:
+                self._unserved.close()
+                self._unserved = None
             return ""
-        self._unserved.publish_again(found, self._waited_for)
+        if self._unserved is None:
+            self._unserved = _LostVersion(self, self._waited_for)
+        self._unserved.publish_again(found)
         return describe(found, self._waited_for)
 
     def wait(self, version: int) -> None:
@@ -139,15 +144,15 @@ class _LostVersion:
     """Has a version published again that engines wait for and nobody has; for one wait for one version. The look
     whether it is lost goes on beside the wait."""
 
-    def __init__(self, sync: PoolSync) -> None:
-        self._sync, self._republish = sync, Republish(sync.first_pull_s)
+    def __init__(self, sync: PoolSync, version: int) -> None:
+        self._sync, self._version, self._republish = sync, version, Republish(sync.first_pull_s, version)
         self._look: AbandonableCall[bool] | None = None
 
-    def publish_again(self, engines: list[Engine], version: int) -> None:
+    def publish_again(self, engines: list[Engine]) -> None:
         """Begins a look when it is time, and publishes when one has found that the version is lost; call it regularly.
         Raises what ``PoolSync.publish_again`` raises."""
         now = time.monotonic()
-        if self._republish.is_due(now, behind(engines, version)) and self._look is None:
+        if self._republish.is_due(now, behind(engines, self._version)) and self._look is None:
             try:
                 self._look = self._sync.looks.begin(self._sync.is_lost)
             except CallRefused:  # one that an earlier wait began has not ended
@@ -158,7 +163,7 @@ class _LostVersion:
         lost = look.future.result()
         self._republish.looked(time.monotonic(), lost=lost)
         if lost:
-            self._sync.publish_again(version)
+            self._sync.publish_again(self._version)
 
     def close(self) -> None:
         if self._look is not None:
@@ -171,7 +176,7 @@ class VersionWait:
 
     def __init__(self, sync: PoolSync, version: int, enough: Enough) -> None:
         self._sync, self._version, self._enough = sync, version, enough
-        self._lost, self._timeout_s = _LostVersion(sync), 0.0
+        self._lost, self._timeout_s = _LostVersion(sync, version), 0.0
         self._served_since: float | None = None
         """Monotonic time since which a quorum serves the version, and every engine that takes requests, while others
         still lack it; None before."""
@@ -188,7 +193,7 @@ class VersionWait:
             sync.waits.works()
             return True
         sync.needs(self._version, at_once=now - self._began >= _SAID_AFTER_S)
-        self._lost.publish_again(sync.engines, self._version)
+        self._lost.publish_again(sync.engines)
         sync.waits.waits("engines", describe(sync.engines, self._version))
         self._timeout_s = _LOOK_S
         return False

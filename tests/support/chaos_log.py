@@ -22,6 +22,7 @@ class Log:
         self.records: list[Record] = []
         self.at, self.revision, self.steps, self._created = START, 1, steps, dict[str, int]()
         self._random, self._number, self._commits = random.Random(seed), 0, 0
+        self._served = 0
         strikes = [{"step": steps // 3, "faults": ["engine_killed"]},
                    {"step": 2 * steps // 3, "faults": ["trainer_rank_killed"]}] if faults else []
         self.add(Kind.RUN, form=FORM, scenario="quick", seed=seed, target="one host", baseline=not faults,
@@ -60,7 +61,7 @@ class Log:
                             (KEYS.actor_term(), {"number": 1}), (KEYS.job_spec(), {"settings": {"seed": 1}})):
             self.put((key, record))
         for role in ("driver", "actor", "trainer", "coordinator"):
-            self.put((KEYS.member(role, f"{role}-0"), {"role": role}))
+            self.put((KEYS.member(role, f"{role}-0"), {"role": role, "incarnation": f"{role}-0"}))
         self.put((KEYS.dcs_node("node-0"), {"id": "node-0"}))
         self.put((KEYS.dcs_catalog(), {"id": "c", "commits": 0}))
         self.put((KEYS.pool_spec("rollout"), {"name": "rollout", "desired": 1}))
@@ -71,16 +72,19 @@ class Log:
         self.event("run.started", JOB)
 
     def _run(self, step_s: float, faults: bool) -> None:
-        step = 1
+        step, healed = 1, list[Callable[[], object]]()
         while step <= self.steps:
             self.at += step_s
             self.step(step, step_s)
+            while healed:
+                healed.pop()()
             if faults and step == self.steps // 3:
-                self._engine_killed()
+                healed.append(self._engine_killed())
             if faults and step == 2 * self.steps // 3:
-                self._rank_killed()
+                rank = self._rank_killed()
                 self.at += step_s
                 self.step(step, step_s)  # it is done again
+                rank()
             step += 1
 
     def _end(self, faults: bool) -> None:
@@ -116,11 +120,14 @@ class Log:
         self.put((key, done), (KEYS.stream_head("policy"), done), (KEYS.staging_owner("policy", number), None),
                  (KEYS.dcs_catalog(), {"id": "c", "commits": self._commits}),
                  (KEYS.replica_sets("policy", number), {"parts": [["node-0"]]}))
+        self.engine("ready" if self._served else "syncing", self._served, applying=number)
+        self._served = number
         self.engine("ready", number)
 
-    def engine(self, state: str, version: int) -> None:
-        self.put((KEYS.engine("rollout-1"), {"id": "rollout-1", "incarnation": "i", "pool": "rollout", "epoch": 1,
-                                             "state": state, "version": version}))
+    def engine(self, state: str, version: int, *, applying: int = 0) -> None:
+        self.put((KEYS.engine("rollout-1"), {
+            "id": "rollout-1", "incarnation": "i", "pool": "rollout", "epoch": 1, "state": state, "version": version,
+            "applying": applying, "layout": "float32", "checksum": f"sum of {version}" if version else ""}))
 
     def status(self, phase: str, step: int, waiting_for: str = "") -> None:
         self.put((KEYS.job_status(), {"phase": phase, "step": step, "waiting_for": waiting_for}))
@@ -134,7 +141,8 @@ class Log:
             "fired_at": since, "notify_resolved": True}))
         self.add(Kind.NOTIFICATION, alert=kind, subject=subject, phase=phase, key=id_)
 
-    def _engine_killed(self) -> None:
+    def _engine_killed(self) -> Callable[[], object]:
+        """Returns what is called once the job has made a further step."""
         began = self.at
         self.event("engine.dead", "rollout-1", "error")
         self.alert("e1", "engine.dead", "rollout-1", "firing", began + 0.5)
@@ -143,17 +151,17 @@ class Log:
         self.at += 10
         self.pool(1)
         self.alert("e1", "engine.dead", "rollout-1", "resolved", began + 0.5)
-        self.fault("engine_killed", "rollout-1", self.steps // 3, began, "engines: there is none")
+        return lambda: self.fault("engine_killed", "rollout-1", self.steps // 3, began, "engines: there is none")
 
-    def _rank_killed(self) -> None:
+    def _rank_killed(self) -> Callable[[], object]:
         began = self.at
         self.event("trainer.dead", "trainer", "error")
         self.put((KEYS.member("trainer", "trainer-0"), None))
         self.alert("t1", "trainer.dead", "trainer", "firing", began + 0.5)
         self.at += 4
-        self.put((KEYS.member("trainer", "trainer-1"), {"role": "trainer"}))
+        self.put((KEYS.member("trainer", "trainer-1"), {"role": "trainer", "incarnation": "trainer-1"}))
         self.alert("t1", "trainer.dead", "trainer", "resolved", began + 0.5)
-        self.fault("trainer_rank_killed", "trainer rank-0", 2 * self.steps // 3, began)
+        return lambda: self.fault("trainer_rank_killed", "trainer rank-0", 2 * self.steps // 3, began)
 
     def fault(self, name: str, target: str, step: int, began: float, said: str = "") -> Record:
         return self.add(Kind.FAULT, name=name, target=target, step=step, state="", problem="", said=said,

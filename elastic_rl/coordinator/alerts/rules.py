@@ -44,7 +44,8 @@ def report(event: Event, revision: int) -> Condition | None:
 def _happened_at(event: Event) -> float:
     """When what the event reports happened: a host reports the start of a service once that has run for a while."""
     started = event.data.get("started_at")
-    return started if isinstance(started, float) else event.at
+    # A whole second may be an integer in JSON.
+    return float(started) if isinstance(started, int | float) else event.at
 
 
 def resolved_key(event: Event, job: str) -> str | None:

@@ -79,7 +79,7 @@ def test_outage_is_over_when_the_pool_is_whole_again(made: tuple[Any, Any, Outag
 
 
 def test_plan_has_one_outage_of_each_kind_after_the_other() -> None:
-    context: Any = SimpleNamespace()
+    context: Any = SimpleNamespace(cfg=SimpleNamespace(train=SimpleNamespace(max_staleness=0)))
     planned = outages.plan_of({"etcd": [Outage(), Outage()], "router": [Outage(), Outage()]})(context, 50)
     assert [fault.name for _, [fault] in planned] == ["etcd_stopped", "router_killed"] * 2
 

@@ -105,8 +105,8 @@ def test_run_on_its_own_cluster_has_to_show_more_than_one_on_a_cluster_of_others
     lambda r: end(r).update(revision=[*of_kind(r, Kind.CHANGE)][-1]["revision"] + 1),
     lambda r: [s.update(logprob_diff_max=None) for s in steps(r)[::2]],
     lambda r: r.remove(steps(r)[-1]),
-    lambda r: [r.remove(s) for s in steps(r) if s["step"] in (5, 6)] and [
-        s.update(groups=[g - 16 for g in s["groups"]]) for s in steps(r) if s["step"] > 6],
+    lambda r: [r.remove(s) for s in steps(r) if s["step"] in (6, 7)] and [
+        s.update(groups=[g - 16 for g in s["groups"]]) for s in steps(r) if s["step"] > 7],
 ], ids=["no end", "nothing observed", "an observer that died", "a record is missing", "the end was not observed",
         "half of the log-probs are not compared", "the last step is missing", "steps are missing"])
 def test_log_that_lacks_a_part_of_the_run_makes_it_worth_nothing(change: Edit) -> None:
@@ -158,7 +158,7 @@ def head_goes_back(records: list[Record]) -> None:
 
 @pytest.mark.parametrize(("change", "rule"), [
     (head_goes_back, "I3"),
-    (replaced(KEYS.engine("rollout-1"), 3, version=9), "I4"),
+    (replaced(KEYS.engine("rollout-1"), 6, version=9, checksum="sum of 9"), "I4"),
     (replaced(KEYS.leader_heartbeat(), 0, term=1), "I1"),
     (replaced(KEYS.leadership(), 0, replica="b"), "I1"),
     (replaced(KEYS.replica_sets("policy", 3), 0, parts=[[]]), "I2"),
@@ -167,7 +167,7 @@ def head_goes_back(records: list[Record]) -> None:
     (lambda r: (own_receivers(r), r.__setitem__(slice(None), [e for e in r if e["kind"] != "notification"]),
                 r.__setitem__(-1, end(r)), late(r)), "I9"),
     (lambda r: next(of_kind(r, Kind.FAULT)).update(witness="", detected_at=None, healed_at=None, breaks="I1"), "I1"),
-    (lambda r: edited(r, KEYS.engine("rollout-1"), lambda v: v.update(state="dead"), 5), "I4"),
+    (lambda r: edited(r, KEYS.engine("rollout-1"), lambda v: v.update(state="dead"), 8), "I4"),
     (lambda r: end(r).update(phase="failed", report={"steps": 3}, committed_steps=[]), "I11"),
 ], ids=["head goes back", "engine ahead of the head", "heartbeat of an old term", "announced by another", "not stored",
         "groups again", "other weights", "no notices", "a stale write was accepted", "dead and ready again",

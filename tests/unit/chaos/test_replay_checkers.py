@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.validate import groups, judge, watches
+from chaos_tests.validate import groups, judge, running, watches
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 
@@ -422,6 +422,28 @@ def test_watch_delivers_each_change_once_in_order(keeps: bool, events: list[Even
     monkeypatch.setattr(watches, "_AT_ONCE", at_once)
     found = [str(v) for v in judge.broken(events, watches.CHECKERS)]
     assert (found == []) == keeps, found
+
+
+@pytest.mark.parametrize(("keeps", "events"), [
+    (True, [*watched(2, 3, 4, 5)]), (True, [*watched(2, 3), *watched(listed=5)]), (False, [*watched(2, 3)]),
+    (False, [*watched(2), *watched(listed=4)]), (False, [*watched(2, 3, 4, 5), *watched(2, client="d")])],
+    ids=["to the end", "read at the end", "silent", "silent after it has read again", "one of two"])
+def test_watch_that_is_silent_before_the_end_of_the_run_breaks_i1(keeps: bool, events: list[Event]) -> None:
+    def found(end: dict[str, Any]) -> list[str]:
+        return [v.what for v in judge.broken([*changes(2, 3, 4, 5, 6), *events, {"kind": Kind.END, **end}],
+                                             [watches.Watches])]
+
+    assert (found({"revision": 5}) == []) == keeps
+    assert found({"revision": None}) == [], "nothing is known of the end"
+
+
+@pytest.mark.parametrize(("key", "kept"), [
+    (J.replica_sets("policy", 2), True), (J.dcs_catalog(), True), (J.stream_head("policy"), True),
+    (J.replica_sets("policy", 1), False), (PIN, False)])
+def test_what_a_job_that_has_ended_is_resumed_from_is_not_deleted(key: str, kept: bool) -> None:
+    etcd = catalog(2).write((PIN, {})).write((J.job_status(), {"phase": "stopped"})).write((key, None))
+    found = judge.broken(etcd.events, [*judge.OF_STORE, running.KeptAfterStop])
+    assert [violation.rule for violation in found] == (["I15"] if kept else [])
 
 
 def test_every_checker_says_what_it_proves_and_counts_what_it_judged() -> None:

@@ -146,6 +146,46 @@ def test_poller_that_has_ended_by_an_error_says_so() -> None:
         poller.close()
 
 
+class Stepping:
+    """The steps of a job that has made another one each time that somebody looks."""
+
+    newest = 7
+
+    def __init__(self) -> None:
+        self._steps = itertools.count()
+
+    @property
+    def done(self) -> int:
+        return next(self._steps)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("back", [True, False])
+def test_job_is_asked_to_stop_once_all_is_back_and_a_step_was_made(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: bool) -> None:
+    monkeypatch.setattr(runner, "_POLL_S", 0.01)
+    target, log, aborts = Running(tmp_path / "runs"), EventLog(tmp_path / "events.jsonl"), AbortSwitch(tmp_path)
+    play = runner._Play(cast(Any, target), SCENARIOS["quick"], Schedule(1, 10, (), scenario="quick"), tmp_path, log,
+                        aborts, runner.Limits(recovery_s=600.0 if back else 0.2), lambda line: None)
+
+    def change(revision: int, key: str, record: object) -> None:
+        play._on_change({"revision": revision, "create": revision, "put": True, "key": key,
+                         "value": json.dumps(record)})
+
+    change(2, target.keys.pool_spec("rollout"), {"desired": 2})
+    change(3, target.keys.pool_status("rollout"), {"ready": 1})
+    waits = threading.Thread(target=play._await_return, args=(Stepping(),), daemon=True)
+    waits.start()
+    if back:
+        waits.join(0.1)
+        assert waits.is_alive(), "an engine is not back"
+        change(4, target.keys.pool_status("rollout"), {"ready": 2})
+    waits.join()
+    [stop] = [event for event in map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+              if event["kind"] == Kind.STOP]
+    assert (stop["revision"], stop["step"]) == (4 if back else 3, 7) and stop["since"] <= stop["at"]
+
+
 # -- a job that runs already -------------------------------------------------------------------------------------------
 class Running(Away):
     """A job of others, which makes steps."""

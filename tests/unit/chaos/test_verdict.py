@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chaos_log import CLUSTER, JOB, KEYS, STEPS, Log, Record, edited, of_kind, value_of
+from support.chaos_log import CLUSTER, JOB, KEYS, START, STEPS, Log, Record, edited, of_kind, value_of
 
 from chaos_tests.event_log import Kind, Records
 from chaos_tests.validate.attribution import AFTER_S
@@ -159,7 +159,7 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     (lambda r: edited(r, KEYS.replica_sets("policy", 3), lambda v: v.update(parts=[["node-0"], []])), "I2"),
     (without(Kind.CHANGE, KEYS.replica_sets("policy", 3)), "I2"),
     (lambda r: r[0]["settings"].update(dcs={"replicas": 2}), "I2"),
-    (lambda r: edited(r, KEYS.engine("rollout-1"), lambda v: v.update(version=5), 3), "I4"),
+    (lambda r: edited(r, KEYS.engine("rollout-1"), lambda v: v.update(version=5), 6), "I4"),
     (write((KEYS.stream_head("policy"), {"number": 99, "state": "committed", "manifest": "m"})), "I2"),
     # I3
     (report(versions_committed=STEPS), "I3"),
@@ -173,11 +173,24 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     (step(1, logprob_diff_max=0.1), "I4"),
     (step(1, logprob_diff_max=float("nan")), "I4"),
     (step(3, sample_versions=[77]), "I4"),
+    (both(without(Kind.CHANGE, KEYS.engine("rollout-1")), write((KEYS.engine("rollout-1"), {
+        "id": "rollout-1", "state": "draining", "version": 1, "incarnation": "i", "epoch": 1}))), "I4"),
+    (lambda r: edited(r, KEYS.engine("rollout-1"), lambda v: v.update(applying=0), 5), "I4"),
+    (lambda r: edited(r, KEYS.engine("rollout-1"), lambda v: v.update(checksum=""), 6), "I4"),
+    (lambda r: r.insert(-1, dict(next(c for c in r if c.get("key") == KEYS.engine("rollout-1") and "sum of 4" in c[
+        "value"]), key=KEYS.engine("rollout-2"), revision=9999, create=1, value=json.dumps({
+            "id": "rollout-2", "incarnation": "k", "state": "draining", "version": 4, "layout": "float32", "epoch": 1,
+            "checksum": "another"}))), "I4"),
     # I5
     (report(groups_lost=1), "I5"),
     (report(groups_duplicated=1), "I5"),
     (report(audit_problems=["p"]), "I5"),
     (step(1, staleness=1), "I5"),
+    (step(1, sample_versions=[1]), "I5"),
+    (step(9, sample_versions=[1]), "I5"),
+    (step(1, sample_versions=[]), "I5"),
+    (step(5, policy_version=2), "I5"),
+    (step(5, samples=0), "I5"),
     (step(1, groups=[0]), "I5"),
     (step(1, groups=[8, 8]), "I5"),
     # I6
@@ -201,6 +214,8 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     (fault(detected_at=0.5), "I10"),
     (fault(detected_at=None, healed_at=None, may_go_unnoticed=True), "I10"),
     (both(fault(healed_at=None)), "I10"),
+    (fault(healed_at=START + 13.9), "I10"),
+    (lambda r: edited(r, KEYS.member("trainer", "trainer-1"), lambda v: v.update(incarnation="trainer-0")), "I10"),
     (lambda r: r.insert(1, operation("c", "create", None, 1.0, 2.0, "a") | {"model": "created"}) or r.insert(
         2, operation("d", "create", None, 3.0, 4.0, "b") | {"model": "created"}), "I10"),
     (both(write((KEYS.operation("p"), {"id": "p", "state": "running"})), later(RECOVERY_S * 2)), "I10"),
@@ -240,8 +255,8 @@ def test_each_broken_rule_is_found(change: Edit, rule: str) -> None:
     pytest.param(step(1, staleness=0, logprob_diff_max=1e-4), id="log-probs at the limit"),
     pytest.param(lambda r: (r[0]["settings"]["device"].update(dtype="bfloat16"), step(1, logprob_diff_max=0.01)(r)),
                  id="engine and trainer round at other places in bfloat16"),
-    pytest.param(lambda r: (r[0]["settings"]["train"].update(max_staleness=1), step(1, staleness=1)(r)),
-                 id="staleness within its bound"),
+    pytest.param(lambda r: (r[0]["settings"]["train"].update(max_staleness=1),
+                            step(1, staleness=1, sample_versions=[1])(r)), id="staleness within its bound"),
     pytest.param(write((KEYS.epoch(), {"number": 2})), id="a global restart"),
     pytest.param(lambda r: edited(r, KEYS.pool_spec("rollout"), lambda v: v) or write(
         (KEYS.pool_spec("rollout"), {"name": "rollout", "desired": 1}))(r), id="the next driver writes the pool again"),
@@ -280,7 +295,7 @@ def test_pause_without_a_word_is_found_and_one_with_words_is_not() -> None:
         records = log.records
         one = first(records, Kind.FAULT)
         one.update(said=said)
-        after = records.index(one)
+        after = [i for i, r in enumerate(records) if r.get("key") == KEYS.pool_status("rollout")][-1]
         for record in records[after:]:
             record["at"] += 300.0
         for other in [*of_kind(records, Kind.FAULT)][1:]:

@@ -108,6 +108,7 @@ def test_restart_of_a_service_with_an_alert_opens_no_second_one(part: str, subje
     dead = advance_once(1.0, reports=[Condition(f"{part}.dead", subject, "m", revision=2)]).put
     assert rules.merge_by_fault([restarted(2.0)], dead) == [], "its host says so while it is taken for dead"
     assert rules.merge_by_fault([restarted(2.0)], []) == [restarted(2.0)]
+    assert restarted(2).at == 2.0, "a whole second"
     back = [alert.replace(phase=Phase.RESOLVED, resolved_at=3.0) for alert in dead]
     assert rules.merge_by_fault([restarted(2.0)], back) == [], "its host says so once it is back, however late"
     assert rules.merge_by_fault([restarted(3.1)], back) == [restarted(3.1)], "it has ended once more"

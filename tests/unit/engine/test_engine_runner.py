@@ -15,7 +15,7 @@ import pytest
 from elastic_rl import config
 from elastic_rl.engine.fetch_failures import FetchFailures
 from elastic_rl.engine.lifecycle import EngineLifecycle
-from elastic_rl.engine.runner import EngineRunner, ReportedLoad
+from elastic_rl.engine.runner import EngineRunner, ReportedLoad, _Leaves
 from elastic_rl.engine.server.probe import Load
 from elastic_rl.engine.update_turns import UpdateTurn
 from elastic_rl.errors import ChunkCorrupt, ChunkMissing, EngineFailed, EtcdUnavailable, NodeUnavailable
@@ -44,7 +44,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = EngineRunner.__new__(EngineRunner)
     made._id, made._router_url, made._external, made._unwritten = "a", "", False, False
     made._lifecycle = EngineLifecycle().up().begin(1).verified(1).routed()
-    made._needs = 0
+    made._needs = made._corrupt_version = 0
     made._drain, made._hurry, made._stop = threading.Event(), threading.Event(), threading.Event()
     made._member = SimpleNamespace(progress=lambda *_: None)
     made._cfg = SimpleNamespace(drain_timeout_s=60.0, drain_mode="hand_over")
@@ -79,6 +79,21 @@ def test_corrupt_version_is_in_the_record_until_a_pull_ends_otherwise(runner: An
     for error in (ChunkMissing("gone"), ChunkCorrupt("bits"), ChunkCorrupt("bits"), NodeUnavailable("away")):
         runner._on_fetch_failed(SimpleNamespace(number=7), error)
     assert written == [7, 0]
+
+
+@pytest.mark.parametrize(("target", "written"), [(7, []), (8, [0])])
+def test_corrupt_version_is_not_in_the_record_while_another_one_is_pulled(
+        runner: Any, target: int, written: list[int]) -> None:
+    saved: list[int] = []
+    runner._corrupt_version = 7
+    runner._write = lambda: saved.append(runner._corrupt_version)
+
+    def staged(*_: Any) -> Any:
+        raise _Leaves
+
+    runner._staged = staged
+    assert runner._update(None, SimpleNamespace(number=target, meta={}))
+    assert saved == written
 
 
 class FlakyServer:

@@ -17,9 +17,9 @@ import pytest
 from support.waiting import wait_until
 
 from elastic_rl import config
-from elastic_rl.errors import ConfigError, EtcdUnavailable
+from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable
 from elastic_rl.faults import injector as injectors
-from elastic_rl.faults.context import FaultContext, InjectionEnded, stopped
+from elastic_rl.faults.context import FaultContext, InjectionEnded, VictimTaken, stopped
 from elastic_rl.faults.injector import Elapsed, FaultInjector
 from elastic_rl.faults.undo import Undo, UndoRegistry
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
@@ -220,6 +220,7 @@ class Striking:
     """A fault that reads etcd, strikes, and reads it once more, as some do."""
 
     said, state = "", ""
+    why: ElasticRLError = EtcdUnavailable("no member answers")
 
     def __init__(self, context: FaultContext, before: list[bool], after: list[bool], *, witness: str = "it was struck",
                  detects: bool = True, **attributes: Any) -> None:
@@ -231,7 +232,7 @@ class Striking:
 
     def inject(self) -> tuple[str, str]:
         if not self.before.pop(0):
-            raise EtcdUnavailable("no member answers")
+            raise self.why
         with self.context.striking("pid 5 was sent SIGKILL"):
             self.strikes += 1
         if not self.after.pop(0):
@@ -288,8 +289,11 @@ def test_nothing_strikes_any_more_once_it_has_ended(tmp_path: Path) -> None:
     assert fault.strikes == 0 and record["witness"] == "" and "ended" in record["problem"]
 
 
-def test_fault_is_begun_again_until_it_has_struck_and_never_afterwards(tmp_path: Path) -> None:
-    fault = Striking(Playing(), [False, False, True, True], [False, True])
+@pytest.mark.parametrize("why", [EtcdUnavailable("no member answers"), VictimTaken("pid 5 has ended")])
+def test_fault_is_begun_again_until_it_has_struck_and_never_afterwards(
+        why: ElasticRLError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(injectors, "AWAY_PAUSES_S", (0.01, 0.01))
+    fault = Striking(Playing(), [False, False, True, True], [False, True], why=why)
     record = recorded(fault, tmp_path / "f")
     assert fault.strikes == 1 and record["witness"] == "pid 5 was sent SIGKILL", "what was done is in the record"
     assert "no member answers" in record["problem"] and record["healed_at"] is None

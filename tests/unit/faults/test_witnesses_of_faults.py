@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,7 +20,7 @@ from elastic_rl import config
 from elastic_rl.errors import DeadlineExceeded, EtcdUnavailable, Fenced
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults import outages, stale, storage
-from elastic_rl.faults.context import FaultContext, InjectionEnded
+from elastic_rl.faults.context import FaultContext, InjectionEnded, VictimTaken
 from elastic_rl.faults.hosts import EtcdQuorumStopped
 from elastic_rl.faults.outages import SecondActor
 from elastic_rl.faults.processes import PARTS, Struck, Way
@@ -237,23 +238,76 @@ def test_coordinator_is_back_when_there_are_as_many_as_before(context: Context, 
     assert fault.is_back()
 
 
-@pytest.mark.parametrize("refused", [True, False])
-def test_zombie_driver_is_one_whose_write_is_refused(refused: bool, context: Context, start: Start,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = start()
+@pytest.mark.parametrize(("refused", "lives"), [(True, True), (True, False), (False, True)])
+def test_zombie_driver_is_one_that_goes_on_and_whose_write_is_refused(
+        refused: bool, lives: bool, context: Context, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = subprocess.Popen([sys.executable, "-uc", "import signal, sys; signal.signal(signal.SIGCONT, lambda *_: "
+                               "sys.exit(0)); print('ready'); signal.pause()"], stdout=subprocess.PIPE)
+    assert driver.stdout is not None and driver.stdout.readline(), "it ends when it goes on, as one that is fenced"
 
     def require() -> None:
         if refused:
             raise Fenced("driver 3 is over")
 
+    def begin_driver(*_: Any) -> int:
+        if not lives:
+            driver.kill()
+            driver.wait()
+        return 4
+
     monkeypatch.setattr(Context, "members", lambda self, role: [SimpleNamespace(pid=driver.pid)])
     monkeypatch.setattr(stale, "fencing", SimpleNamespace(
-        current_driver=lambda *_: 3, current_epoch=lambda *_: 1, begin_driver=lambda *_: 4))
+        current_driver=lambda *_: 3, current_epoch=lambda *_: 1, begin_driver=begin_driver))
     monkeypatch.setattr(stale, "FencedWriter", SimpleNamespace(of_driver=lambda *_: SimpleNamespace(require=require)))
     fault = stale.ZombieDriver(cast("Any", context))
-    if refused:
-        assert "generation 4 began; a write under its generation was refused" in fault.inject()[1]
-    else:
-        with pytest.raises(stale.FencingBroken, match="was accepted"):
-            fault.inject()
-    wait_until(lambda: psutil.Process(driver.pid).status() != psutil.STATUS_STOPPED, what="the driver to go on")
+    try:
+        if not lives:
+            assert fault.inject()[1] == "", "its run had ended it: it never went on"
+        elif refused:
+            assert "generation 4 began; it went on and ended; a write under its generation was refused" in (
+                fault.inject()[1])
+        else:
+            with pytest.raises(stale.FencingBroken, match="was accepted"):
+                fault.inject()
+        wait_until(lambda: driver.poll() is not None, what="the end of the driver, which goes on")
+    finally:
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()
+
+
+def test_process_is_the_victim_of_one_fault(context: Context, start: Start) -> None:
+    ended, victim = start(), start()
+    ended.kill()
+    ended.wait()
+    for pid in (ended.pid, 0x7fffffff):
+        with pytest.raises(VictimTaken):
+            context.kill(pid)
+    assert context.struck == [], "nothing was done"
+    context.take(psutil.Process(victim.pid))
+    with pytest.raises(VictimTaken):
+        context.kill(victim.pid)
+    assert victim.poll() is None and context.struck == []
+
+
+def test_process_that_is_sent_sigterm_is_not_the_victim_of_a_kill(context: Context, start: Start,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    node = start()
+    monkeypatch.setitem(PARTS, "dcs", replace(PARTS["dcs"], pids=lambda of: [node.pid]))
+    assert "was sent SIGTERM" in Struck(context, "dcs", Way.TERMINATED).inject()[1]
+    for way in (Way.KILLED, Way.TERMINATED):
+        with pytest.raises((VictimTaken, psutil.NoSuchProcess)):
+            Struck(context, "dcs", way).inject()
+
+
+def test_outage_of_all_engines_kills_those_that_no_other_fault_has_killed(
+        context: Context, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = start(), start()
+    context.processes_of_engines = [one.pid, other.pid]
+    monkeypatch.setattr(Context, "desired", lambda self, pool="": 2)
+    monkeypatch.setattr(Context, "ready", lambda self, pool="": {e.id for e in self.engines()})
+    context.kill(one.pid)
+    _, witness = outages.AllEnginesKilled(context).inject()
+    assert witness.count("SIGKILL") == 1 and f"pid {other.pid} " in witness
+    with pytest.raises(VictimTaken):
+        outages.AllEnginesKilled(context).inject()

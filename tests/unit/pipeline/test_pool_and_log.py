@@ -230,18 +230,18 @@ def looked_at(republish, behind, times, *, lost):
 
 def test_version_that_is_lost_again_and_again_is_looked_at_ever_less_often():
     slow = engine(version=4).replace(pull_apply_s=10.0)
-    republish = Republish(first_pull_s=100.0)
+    republish = Republish(first_pull_s=100.0, version=5)
     assert looked_at(republish, lambda now: [slow], range(400), lost=True) == [30, 90, 210], \
         "three pulls, then twice as long each time"
     later = looked_at(republish, lambda now: [slow], range(400, 60_000), lost=True)
     assert later[-1] - later[-2] == later[-2] - later[-3] == 3600, "an hour at most"
-    assert not looked_at(Republish(100.0), lambda now: [], range(100), lost=True)
-    assert not looked_at(Republish(100.0), lambda now: [slow] if now % 20 else [], range(400), lost=True)
+    assert not looked_at(Republish(100.0, 5), lambda now: [], range(100), lost=True)
+    assert not looked_at(Republish(100.0, 5), lambda now: [slow] if now % 20 else [], range(400), lost=True)
 
 
 def test_version_that_is_not_lost_is_looked_at_at_the_same_interval():
     slow = engine(version=4).replace(pull_apply_s=10.0)
-    assert looked_at(Republish(100.0), lambda now: [slow], range(125), lost=False) == [30, 60, 90, 120]
+    assert looked_at(Republish(100.0, 5), lambda now: [slow], range(125), lost=False) == [30, 60, 90, 120]
 
 
 def test_engines_that_come_do_not_put_off_the_look_for_one_that_lacks_the_version():
@@ -249,21 +249,28 @@ def test_engines_that_come_do_not_put_off_the_look_for_one_that_lacks_the_versio
     def behind(now):
         return [engine(version=4), engine(version=4).replace(id=f"new-{now // 10}")]
 
-    assert looked_at(Republish(first_pull_s=100.0), behind, range(40), lost=False) == [15, 30]
+    assert looked_at(Republish(first_pull_s=100.0, version=5), behind, range(40), lost=False) == [15, 30]
 
 
 def test_first_pull_of_an_engine_may_take_longer_than_later_ones():
     new = engine(EngineState.SYNCING, version=0)
-    assert looked_at(Republish(first_pull_s=100.0), lambda now: [new], range(250), lost=True) == [100]
+    assert looked_at(Republish(first_pull_s=100.0, version=5), lambda now: [new], range(250), lost=True) == [100]
 
 
 def test_corrupt_version_is_looked_at_at_once_and_then_as_often_as_others():
     corrupt = engine(EngineState.SYNCING, version=0).replace(corrupt_version=4)
-    found = looked_at(Republish(first_pull_s=100.0), lambda now: [corrupt] if now > 2 else [], range(40), lost=False)
+    found = looked_at(Republish(100.0, 4), lambda now: [corrupt] if now > 2 else [], range(40), lost=False)
     assert found == [3, 18, 33]
-    assert looked_at(Republish(first_pull_s=100.0), lambda now: [corrupt], range(100), lost=True) == [0, 30, 90]
+    assert looked_at(Republish(100.0, 4), lambda now: [corrupt], range(100), lost=True) == [0, 30, 90]
     has_it = engine(version=4).replace(corrupt_version=4)
-    assert looked_at(Republish(first_pull_s=100.0), lambda now: [has_it], range(20), lost=False) == [15]
+    assert looked_at(Republish(first_pull_s=100.0, version=5), lambda now: [has_it], range(20), lost=False) == [15]
+
+
+def test_older_version_that_was_corrupt_says_nothing_of_the_one_that_is_waited_for():
+    new = engine(EngineState.SYNCING, version=0).replace(corrupt_version=3)
+    for version, looks in ((3, [0]), (2, [0]), (4, [])):
+        assert looked_at(Republish(100.0, version), lambda now: [new], range(15), lost=False) == looks
+    assert looked_at(Republish(100.0, 4), lambda now: [new], range(250), lost=True) == [100], "its first pull"
 
 
 def test_wait_for_engines_names_a_few_of_those_that_lack_the_version():

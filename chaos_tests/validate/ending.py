@@ -1,0 +1,122 @@
+"""I10 and I11 of the end of a run: after its faults its job makes steps, and its clients get answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from chaos_tests.event_log import Event, Kind
+from chaos_tests.validate.replay import Transaction, is_job
+from chaos_tests.validate.running import STATUS, Patience
+from chaos_tests.validate.verdict import OWN_TARGETS, Checker
+from elastic_rl.etcd.job_records import ENDED_PHASES
+
+_ANSWERED = 0.5
+"""Least share of the operations of each kind that get an answer while no fault is under way."""
+_FEWEST = 20
+"""Of fewer operations nothing is said."""
+_AFTER_S = 30.0
+"""Time after a fault in which an operation may end that it has left without an answer."""
+
+
+class LastSteps(Checker):
+    """A run that asks its job to stop has waited for a further step; and one that was asked before made steps until
+    then."""
+
+    rule = "I11"
+    reads = frozenset({Kind.FAULT, Kind.STEP, Kind.STOP})
+    keys = (STATUS,)
+    lacks = "the run did not ask its job to stop"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._patience, self._last, self._ended = Patience(), 0.0, 0.0
+        self._stop: Event | None = None
+
+    def begin(self, run: Event) -> None:
+        super().begin(run)
+        self._patience.begin(run)
+
+    def see(self, event: Event) -> None:
+        if event["kind"] == Kind.STOP:
+            self._stop = event
+            return
+        self._patience.see(event)
+        if event["kind"] == Kind.STEP:
+            self._last = max(self._last, float(event["at"]))
+
+    def transaction(self, found: Transaction) -> None:
+        for step in filter(is_job, found.steps):
+            if step.name == STATUS and step.new:
+                self._ended = found.at if step.new.get("phase") in ENDED_PHASES else 0.0
+
+    @property
+    def _judged(self) -> bool:
+        return (self.end is not None and not self.end.get("aborted") and self.run.get("target") in OWN_TARGETS
+                and bool(self._last and self._ended) and bool((self.run.get("schedule") or {}).get("minutes")))
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        if not self._judged:
+            return
+        if self._stop is not None and self._last < float(self._stop["since"]):
+            waited = float(self._stop["at"]) - float(self._stop["since"])
+            self.violated(f"the job made no step for {waited:.0f} s, in which the run waited for one before it asked "
+                          "the job to stop", self._stop)
+        elif self._stop is None and self._ended - self._last > self._patience.seconds:
+            self.violated(f"the job made no step for {self._ended - self._last:.0f} s before it ended, and it took "
+                          f"{self._patience.seconds:.0f} s at most before")
+
+    def evidence(self) -> str:
+        return f"the last step {self._ended - self._last:.0f} s before the job ended" if self._judged else ""
+
+
+class Answered(Checker):
+    """While no fault is under way, clients get answers."""
+
+    rule = "I10"
+    reads = frozenset({Kind.FAULT, Kind.OPERATION})
+    keys = (STATUS,)
+    lacks = "the log has too few operations of clients while no fault was under way"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._faults, self._operations = list[Event](), list[tuple[float, str, bool]]()
+        self._ended = 0.0
+        self._of, self._answered = Counter[str](), Counter[str]()
+
+    def see(self, event: Event) -> None:
+        if event["kind"] == Kind.FAULT:
+            self._faults.append(event)
+        elif not self._ended:
+            self._operations.append((float(event["at"]), f"{event.get('call')} of {event.get('model')}",
+                                     event.get("ended_s") is not None))
+
+    def transaction(self, found: Transaction) -> None:
+        for step in filter(is_job, found.steps):
+            if step.name == STATUS and step.new:
+                self._ended = found.at if step.new.get("phase") in ENDED_PHASES else 0.0
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        away = [(float(fault["injected_at"]) - 1.0, float(fault.get("healed_at") or self._last) + _AFTER_S)
+                for fault in self._faults if fault.get("injected_at") is not None]
+        for at, what, answered in self._operations:
+            if not any(begin <= at <= until for begin, until in away):
+                self._of[what] += 1
+                self._answered[what] += answered
+        for what, count in self._of.items():
+            if count >= _FEWEST and self._answered[what] < _ANSWERED * count:
+                self.violated(f"{count - self._answered[what]} of {count} operations ({what}) got no answer, while no "
+                              "fault was under way")
+
+    @property
+    def _last(self) -> float:
+        return self._operations[-1][0] if self._operations else 0.0
+
+    def evidence(self) -> str:
+        if self._of.total() < _FEWEST:
+            return ""
+        return f"{self._answered.total()} of {self._of.total()} operations answered while no fault was under way"
+
+
+CHECKERS: tuple[type[Checker], ...] = (LastSteps, Answered)

@@ -1,0 +1,150 @@
+"""I4 and I5 of the versions that samples name: engines had them, with a checksum, and they are as old as is said."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from typing import ClassVar
+
+from chaos_tests.event_log import Event, Kind
+from chaos_tests.validate.replay import Step, Transaction, below
+from chaos_tests.validate.training import StepChecker, proof
+from chaos_tests.validate.verdict import Checker
+from elastic_rl.etcd.keys import Keys
+
+_JOB = Keys("j")
+_ENGINES, _POOLS = below(_JOB.engines_prefix()), below(_JOB.pools_prefix())
+_OBSERVED_S = 30.0
+"""Longest by which the observer may be late, which is started again where etcd was killed."""
+
+
+class Checksums(Checker):
+    """Each version that an engine of a job that trains has applied, but the first of a runner, has a checksum, which is
+    the same in all engines of one layout."""
+
+    rule = "I4"
+    reads = frozenset({Kind.STEP})
+    keys = (_ENGINES,)
+    judges = "checksums of versions in engines"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first = dict[tuple[str, str], int]()
+        """By engine and runner, the version that it had first."""
+        self._known = dict[tuple[str, str, int], tuple[str, Event]]()
+        self._without, self._trains = list[tuple[Step, int]](), False
+
+    def see(self, event: Event) -> None:
+        self._trains = True
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        for step, version in self._without if self._trains or self._known else ():
+            self.violated(f"{step.at()} is ready with version {version} and has no checksum of it", step.event)
+
+    def transaction(self, found: Transaction) -> None:
+        for step in found.steps:
+            new = step.new
+            if step.name.startswith(_ENGINES) and new and not new.get("external") and isinstance(
+                    version := new.get("version"), int) and version:
+                first = self._first.setdefault((step.key, str(new.get("incarnation", ""))), version)
+                if not new.get("applying"):
+                    self._checksum(step, version, first=version == first)
+
+    def _checksum(self, step: Step, version: int, *, first: bool) -> None:
+        checksum = str(step.new.get("checksum") or "")
+        if not checksum:
+            if not first and step.new.get("state") == "ready" and step.old.get("version") != version:
+                self._without.append((step, version))
+            return
+        of = (step.scope, str(step.new.get("layout", "")), version)
+        if of not in self._known:
+            self.judged += 1
+        known, by = self._known.setdefault(of, (checksum, step.event))
+        if known != checksum:
+            self.violated(f"{step.at()} has the checksum {checksum} of version {version}, and another engine of its "
+                          f"layout {known}", by, step.event)
+
+
+class VersionsOfSamples(Checker):
+    """Each version that samples name was in an engine of the policy before their step."""
+
+    rule = "I4"
+    reads: ClassVar[frozenset[Kind]] = frozenset({Kind.STEP})
+    keys = (_ENGINES, _POOLS)
+    judges = "versions of samples that engines had"
+    lacks = "the log has no steps with the versions of their samples, or no engines"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._had = dict[int, float]()
+        """Version → when an engine was first seen to have it."""
+        self._named = dict[int, Event]()
+        """Version → the first step that names it."""
+        self._gaps = False
+
+    def gap(self, first: int, last: int) -> None:
+        self._gaps = True
+
+    def transaction(self, found: Transaction) -> None:
+        for step in found.steps:
+            if step.name.startswith(_ENGINES) and step.new.get("version"):
+                spec = found.after.get(f"{step.scope}{_POOLS}{step.new.get('pool', '')}/spec")
+                if spec.get("stream", "policy") == "policy":
+                    self._had.setdefault(int(step.new["version"]), found.at)
+
+    def see(self, event: Event) -> None:
+        for version in event.get("sample_versions") or ():
+            self._named.setdefault(int(version), proof(event, "sample_versions", "policy_version"))
+
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        oldest = min(self._had, default=0)
+        for version, step in self._named.items() if self._had and not self._gaps else ():
+            if version < oldest:
+                continue  # an engine had it before the log began
+            self.judged += 1
+            at = self._had.get(version)
+            if at is None or at > float(step["at"]) + _OBSERVED_S:
+                self.violated(f"step {step['step']} has samples of version {version}, which no engine had", step)
+
+
+class StatedStaleness(StepChecker):
+    """The staleness of a step is that of its oldest sample: at least as many versions as steps have made since that
+    one, at most as many as there are up to the step's own. Each step that trains makes a newer version, and one whose
+    samples were compared names their versions."""
+
+    rule = "I5"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made, self._last, self._judged = list[int](), 0, 0
+        """Versions that steps have made, in the order of their numbers; that of the last record."""
+
+    def step(self, record: Event) -> None:
+        made, named = record.get("policy_version"), [*map(int, record.get("sample_versions") or ())]
+        what = f"step {record['step']}"
+        if not isinstance(made, int):
+            return
+        if not named and record.get("logprob_diff_max") is not None:
+            self._wrong(record, f"{what} has samples that were compared, and names no version of them")
+        elif record.get("loss") is not None and made <= self._last:
+            self._wrong(record, f"{what} has made version {made} of the policy, after version {self._last}")
+        elif named and isinstance(stated := record.get("staleness"), int):
+            self._judged += 1
+            most = max(0, made - 1 - min(named))
+            least = bisect_right(self._made, made - 1) - bisect_right(self._made, min(named))
+            if not least <= stated <= most:
+                self._wrong(record, f"{what} has a staleness of {stated}, and its oldest sample is of version "
+                                    f"{min(named)}, of {most} before its own version {made}")
+        if made not in self._made[-1:]:
+            insort(self._made, made)
+        self._last = made
+
+    def _wrong(self, record: Event, what: str) -> None:
+        self.violated(what, proof(record, "policy_version", "sample_versions", "staleness"))
+
+    def evidence(self) -> str:
+        return f"the staleness of {self._judged} steps" if self._judged else ""
+
+
+CHECKERS: tuple[type[Checker], ...] = (Checksums, VersionsOfSamples, StatedStaleness)
