@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from elastic_rl.engine.sglang import cache_keys, packing, request_bounds, seeds
-from elastic_rl.host.leftovers import TAG_ENV, tag_temporary_files
 from elastic_rl.net import torch_store
 from elastic_rl.net.engine_key import KEY_FILE_ENV, read_key
+from elastic_rl.runtime.file_tags import TAG_ENV, tag_temporary_files
 from elastic_rl.runtime.files import PRIVATE_UMASK
 from elastic_rl.runtime.process import die_with_parent, freeze_heap
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch._dynamo  # torch's optimizers import it when they are first called
 
-from elastic_rl.host.leftovers import tag_temporary_files
+from elastic_rl.runtime.file_tags import tag_temporary_files
 from elastic_rl.runtime.process import die_with_parent
 from elastic_rl.trainer.megatron import megatron_cpu
 
