@@ -24,8 +24,6 @@ from elastic_rl.runtime.files import os_error_text, private_folder
 
 log = logging.getLogger(__name__)
 
-TAG_ENV = "ELASTIC_RL_FILE_TAG"
-"""Environment variable with the tag for the files of a process."""
 _COMPILED_ENV = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -45,15 +43,6 @@ def make_temp_folder(job: JobPaths) -> None:
         except OSError as e:
             raise PreflightFailed(f"the folder for temporary files cannot be made: {os_error_text(e, folder)}",
                                   hint="set TMPDIR to a folder of this user with a short path") from e
-
-
-def tag_temporary_files() -> str:
-    """Puts the tag that the environment names into the names of the temporary files and folders that this process
-    makes, and those that are forked from it; returns it, empty for none. Call it before packages are imported that make
-    folders then, as wandb does."""
-    tag = os.environ.get(TAG_ENV, "")
-    tempfile.template = f"{tag}tmp"
-    return tag
 
 
 def tagged_files(tag: str) -> list[Path]:

@@ -19,7 +19,7 @@ from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.here import heartbeats_here
 from elastic_rl.host.job_secrets import dcs_security
-from elastic_rl.host.leftovers import tag_temporary_files
+from elastic_rl.runtime.file_tags import tag_temporary_files
 from elastic_rl.runtime.process import die_with_parent, freeze_heap
 from elastic_rl.telemetry import logs, traces
 from elastic_rl.trainer.broadcast import gather_text

@@ -38,10 +38,11 @@ from elastic_rl.etcd.records import Engine, EngineState, Event
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.compute_services import compute_services, router_service
 from elastic_rl.host.job_secrets import engine_access, engine_key_file
-from elastic_rl.host.leftovers import SHM, TAG_ENV, sweep
+from elastic_rl.host.leftovers import SHM, sweep
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.processes import python, stop
 from elastic_rl.net.addresses import LOOPBACK, free_port
+from elastic_rl.runtime.file_tags import TAG_ENV
 from support.cluster_files import make_secret
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers

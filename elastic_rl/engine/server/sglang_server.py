@@ -35,7 +35,7 @@ from elastic_rl.engine.sglang import stager
 from elastic_rl.engine.sglang.loader import LIMIT_ENV, LOADER, REQUEST
 from elastic_rl.errors import DeadlineExceeded, EngineFailed
 from elastic_rl.host.address import own_address
-from elastic_rl.host.leftovers import TAG_ENV, remove_files
+from elastic_rl.host.leftovers import remove_files
 from elastic_rl.host.process_activity import ActivityMeter, of_tree
 from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.net import http_client
@@ -43,6 +43,7 @@ from elastic_rl.net.addresses import free_port, host_port
 from elastic_rl.net.engine_key import KEY_FILE_ENV, OTHER_KEY, EngineAccess, read_key
 from elastic_rl.net.listeners import check_connections
 from elastic_rl.net.tls import TlsFolder
+from elastic_rl.runtime.file_tags import TAG_ENV
 from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import ProgressLimit, wait_until
 

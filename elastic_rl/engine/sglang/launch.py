@@ -8,10 +8,14 @@ On a CPU the children are forked instead: importing SGLang takes 8 s of a core i
 forked child has it done and shares its pages. CUDA does not survive a fork, so there the children are spawned.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
-import functools
 import gc
+
+gc.disable()  # until all is imported: modules are no garbage, and to look for some takes a seventh of the time
+
+import functools
 import multiprocessing
 import os
 import secrets
@@ -22,9 +26,9 @@ from typing import Any
 import torch
 
 from elastic_rl.engine.sglang import cache_keys, packing, request_bounds, seeds
-from elastic_rl.host.leftovers import TAG_ENV, tag_temporary_files
 from elastic_rl.net import torch_store
 from elastic_rl.net.engine_key import KEY_FILE_ENV, read_key
+from elastic_rl.runtime.file_tags import TAG_ENV, tag_temporary_files
 from elastic_rl.runtime.files import PRIVATE_UMASK
 from elastic_rl.runtime.process import die_with_parent, freeze_heap
 
@@ -81,11 +85,12 @@ def tag_files() -> None:
 
 if __name__ in ("__main__", "__mp_main__"):
     prepare()
+gc.enable()
 
 
 def import_server() -> None:
     """Imports what a server and its children would import."""
-    gc.disable()  # modules are no garbage, and looking for some takes a fifth of the time in which they are imported
+    gc.disable()
     import sglang.srt.entrypoints.http_server
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler  # noqa: F401

@@ -26,8 +26,8 @@ from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.address import own_address
-from elastic_rl.host.leftovers import TAG_ENV
 from elastic_rl.host.paths import JobPaths
+from elastic_rl.runtime.file_tags import TAG_ENV
 from elastic_rl.runtime.process import die_with_parent
 from elastic_rl.telemetry import logs
 from elastic_rl.trainer.group.refused_commands import RefusedCommands
