@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from elastic_rl.config import ROLLOUT_POOL
+from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.decoding import readable
@@ -79,7 +79,7 @@ class ChunksDamaged(Killed):
         """``torn``: the second half of each file is lost; else a bit in its middle is flipped."""
         super().__init__(context)
         self.torn, self.name = torn, "chunks_torn" if torn else "chunk_bits_flipped"
-        self._victim, self._desired = "", 0
+        self._victim, self._desired, self._state = "", 0, 0
 
     def inject(self) -> tuple[str, str]:
         engine = wait_until(lambda: next((e for e in self.context.engines() if e.state is EngineState.READY
@@ -87,7 +87,7 @@ class ChunksDamaged(Killed):
                             timeout_s=INJECT_TIMEOUT_S, what="an engine that is ready")
         pid = _node(self.context)
         folder, node = self._folder(pid), next((r.id for r in _records(self.context) if r.pid == pid), "")
-        head = reads.head(self.context.etcd, self.context.keys, "policy")
+        head, self._state = self._head(Stream.POLICY), self._head(Stream.TRAINER_STATE)
         self._desired, self._victim, self.at = self.context.desired(), engine.id, time.time()
         # The driver does not replace the engine before the files are damaged: both are stopped meanwhile.
         node_killed = self.context.kill(pid)
@@ -99,7 +99,7 @@ class ChunksDamaged(Killed):
             return f"disk of the DCS node {node}, engine {engine.id}", ""
         how = "lost its second half" if self.torn else "had a bit flipped"
         return f"disk of the DCS node {node}, engine {engine.id}", (
-            f"{node_killed}; each of {len(files)} chunks on its disk {how} then, head {head.number if head else 0}; "
+            f"{node_killed}; each of {len(files)} chunks on its disk {how} then, head {head}; "
             f"{engine_killed}")
 
     @staticmethod
@@ -113,8 +113,15 @@ class ChunksDamaged(Killed):
         return (any(record.lost_chunks for record in _records(self.context))
                 or self.context.has_event(event_kinds.VERSION_REPUBLISHED, self.at))
 
+    def _head(self, stream: Stream) -> int:
+        head = reads.head(self.context.etcd, self.context.keys, stream)
+        return head.number if head else 0
+
     def is_back(self) -> bool:
-        return len(self.context.ready(ROLLOUT_POOL) - {self._victim}) >= self._desired
+        """Engines have a version again, and the trainer has saved another state: all that it had saved may be lost, so
+        that another fault of it would leave nothing to resume from."""
+        return (len(self.context.ready(ROLLOUT_POOL) - {self._victim}) >= self._desired
+                and self._head(Stream.TRAINER_STATE) > self._state)
 
 
 def _damage(path: Path, *, torn: bool) -> None:

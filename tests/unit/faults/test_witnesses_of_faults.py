@@ -108,6 +108,23 @@ def test_damage_is_of_so_many_chunks_and_kills_two_processes(
     assert [what for _, what in context.struck] == [f"pid {pid} was sent SIGKILL" for pid in (node.pid, engine.pid)]
 
 
+def test_damage_has_healed_once_the_trainer_has_saved_another_state(
+        context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had saved is damaged, too: before that, the next fault of the trainer would leave nothing to resume
+    from."""
+    heads = {"policy": 9, "trainer_state": 3}
+    monkeypatch.setattr(storage, "reads", SimpleNamespace(
+        head=lambda etcd, keys, stream: SimpleNamespace(number=heads[stream])))
+    monkeypatch.setattr(context, "ready", lambda pool: {"new"})
+    fault = ChunksDamaged(context, torn=True)
+    fault._victim, fault._desired, fault._state = "old", 1, 3
+    assert not fault.is_back()
+    heads["policy"] = 11
+    assert not fault.is_back()
+    heads["trainer_state"] = 4
+    assert fault.is_back()
+
+
 def test_clients_that_race_put_the_size_of_the_pool_back_which_is_noted_before(tmp_path: Path) -> None:
     asked, noted = list[int](), list[Any]()
 
