@@ -4,14 +4,12 @@ writes down, and its verdict. Services, clients and the fault are real."""
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import light_job
 import pytest
 from support.waiting import wait_until
 
@@ -19,7 +17,7 @@ from chaos_tests import runner
 from chaos_tests.event_log import Kind, read
 from chaos_tests.nemesis.schedule import Schedule, Strike
 from chaos_tests.scenarios import SCENARIOS
-from chaos_tests.traffic import driver_writes
+from chaos_tests.traffic import driver_writes, light_job
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = 10
@@ -34,7 +32,7 @@ def records(folder: Path, kind: Kind) -> list[dict[str, Any]]:
 def in_place_of_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Has jobs of this process be light; returns the file that lets one go on."""
     go = folder / "go"
-    command = [sys.executable, light_job.__file__, str(go)]
+    command = [*light_job.COMMAND, "--go", str(go)]
     for name, value in driver_writes.environment(folder, command).items():
         monkeypatch.setenv(name, value)
     return go

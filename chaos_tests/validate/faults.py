@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from chaos_tests.event_log import Event, Kind
+from chaos_tests.faults.catalogue import FAULTS, Part
 from chaos_tests.validate.attribution import (
     AFTER_S,
     NOT_OF_FAULTS,
@@ -41,6 +42,8 @@ _NOTICE_S = 60.0
 _FIRST_S = 5.0
 """Longest from an alert's begin to its first notice: one that fires later before the end of a log may have none."""
 _STATUS, _ALERTS = below(Keys("j").job_status()), below(Keys("j").alerts_prefix())
+_SENDERS = frozenset({Part.COORDINATORS, Part.ETCD, Part.HOSTS})
+"""Parts without which a notice is not sent, or not recorded as sent."""
 COMPARED_SHARE = 0.8
 """Least share of the steps on the newest weights that have to compare log-probs, where no more are missing than there
 were faults: what a step has measured is lost with the loop that did it."""
@@ -325,8 +328,8 @@ class Alerts(FaultChecker):
     def _delivered(self, end: Event | None) -> None:
         """A notice is delivered at least once: one more time where the leader, or etcd, is lost between its sending and
         the record of it."""
-        losses = sum(str(fault["name"]).startswith(("coordinator", "etcd", "all_coordinators", "host"))
-                     for fault in self.happened)
+        losses = sum(entry is None or bool(entry.parts & _SENDERS) for entry in (
+            FAULTS.get(str(fault["name"])) for fault in self.happened))
         for (key, phase), notices in self._notices.items():
             if len(notices) > 1 + losses:
                 self.violated(f"{phase} of the alert {notices[0]['alert']} of {notices[0]['subject']} was notified "

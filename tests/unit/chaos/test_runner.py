@@ -60,6 +60,7 @@ class Away:
         self.cfg = config.parse({"job": "j", "run_dir": str(folder)})
         self.paths, self.keys, self.cluster_keys = JobPaths.of(self.cfg), Keys("j"), ClusterKeys("j")
         self.paths.folder.mkdir(parents=True)
+        self.folders, self.hosts = (self.paths,), dict[str, str]()
         self.observed = (self.keys.root,)
         self.info = SimpleNamespace(etcd_endpoints=["127.0.0.1:1"])
         self.cluster = SimpleNamespace(here=self.cfg, stop_run=self.away, dir=folder, cfg=self.cfg)
@@ -72,6 +73,12 @@ class Away:
 
     def report(self) -> dict[str, Any]:
         return {"steps": 3}
+
+    def heal(self) -> None:
+        pass
+
+    def stop_job(self) -> None:
+        self.away()
 
     def context(self, undo: object) -> FaultContext:
         return FaultContext(self.cfg, cast(Any, self.etcd), self.keys, cast(Any, self.api))
