@@ -109,8 +109,8 @@ def hosts_cluster(cfg: Config, *, say: Callable[[str], None], on_leftover: Calla
             urls = wait_until(lambda: _coordinators(reader, ClusterKeys(cfg.cluster_name)), timeout_s=_READY_S,
                               poll_s=_POLL_S, what="a coordinator on each host")
             info = replace(info, coordinators=urls)
-            command = [*light_job.COMMAND, "--pause-s", str(_PAUSE_S)]
-            made.submit(env=driver_writes.environment(cfg.run_dir.parent, command))
+            made.submit(env=driver_writes.environment(
+                cfg.run_dir.parent, [*light_job.COMMAND, "--pause-s", str(_PAUSE_S)]))
             target = HostsTarget(cluster, info, etcd, reader, Keys(cfg.job), AdminClient(info), True, made)
             target.await_whole()
             yield target
@@ -147,9 +147,10 @@ def _coordinators(etcd: EtcdClient, keys: ClusterKeys) -> list[str]:
 
 
 def _power_off(hosts: ClusterHosts) -> None:
-    if hosts.record is not None:
-        for host in hosts.all():
-            hosts.power_off(host.name)
+    """Ends what is on, where the hosts were not taken down."""
+    if hosts.record is not None and (on := [host.name for host in hosts.all() if host.state != "off"]):
+        for name in on:
+            hosts.power_off(name)
         hosts.down()
 
 
