@@ -167,9 +167,9 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
              steps_per_minute=25.0, pace=Pace(5, 12, 30), pace_s=Pace(20, 25, 60), floor_answers=80,
              traffic=("scales", "silences", "drains", "restarts", "watches")),
     Scenario("hosts", "a job that computes nothing on three test hosts, each with etcd, a coordinator and a DCS node: "
-             "partitions, power cuts and bad links, while clients cordon and drain hosts; needs root",
-             {"cluster": "chaos", "coordinator.replicas": 1, "dcs.arena_bytes": 32 << 20, "etcd.follow_members_s": 2.0,
-              "rollout.engines": 2}, minutes=4.0, count=6, faults=_OF_HOSTS, steps_per_minute=60.0,
+             "partitions, power cuts and bad links, while clients cordon hosts; needs root",
+             {"cluster": "chaos", "coordinator.replicas": 1, "dcs.arena_bytes": 128 << 20, "etcd.follow_members_s": 2.0,
+              "alerts.run_waiting_s": 86400.0}, minutes=4.0, count=6, faults=_OF_HOSTS, steps_per_minute=60.0,
              pace=Pace(3, 10, 30), pace_s=Pace(10, 20, 60), floor_answers=60, tier=Tier.TEST_HOSTS, late=10.0,
              traffic=("pools", "hosts", "silences", "operations", "watches")),
     Scenario("critic", "PPO, whose critic is a group of ranks of its own",

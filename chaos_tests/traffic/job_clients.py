@@ -3,14 +3,13 @@ seldom enough that the job has its cores."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from chaos_tests.event_log import EventLog
-from chaos_tests.model.host_spec import CORDONED, DRAINED, USED
+from chaos_tests.model.host_spec import CORDONED, USED
 from chaos_tests.model.operation import ABSENT, FINAL
 from chaos_tests.traffic.cluster_changes import ClusterCalls, Target
 from chaos_tests.traffic.traffic import Traffic
@@ -71,19 +70,17 @@ class PoolSizes(JobClients):
 
 
 class HostSpecs(JobClients):
-    """Read and change what is wanted of hosts: mostly that one is used, so that there are hosts for what is to run, and
-    seldom that one is drained, so that the run has time to begin where it was moved to. At the end each is used."""
+    """Read and change whether hosts are used: mostly they are, so that there is one for what is to run. At the end each
+    is."""
 
     def __init__(self, target: Target, seed: int, *, pause_s: float = 2.0, log: EventLog | None = None) -> None:
         super().__init__(target, seed, pause_s=pause_s, log=log)
-        self._drains = itertools.count(DRAINED)
 
     def act(self, replica: str, choose: random.Random) -> bool:
         host = choose.choice([*self.calls.target.hosts])
         if choose.random() < 0.5:
             return self.calls.wanted(replica, host, replica)
-        wanted = choose.choices((USED, CORDONED, DRAINED), (20, 10, 1))[0]
-        return self.calls.want(replica, host, next(self._drains) if wanted == DRAINED else wanted, replica)
+        return self.calls.want(replica, host, choose.choices((USED, CORDONED), (2, 1))[0], replica)
 
     def close(self) -> None:
         self.stop()

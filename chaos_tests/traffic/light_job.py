@@ -82,7 +82,8 @@ class LightJob:
         steps = etcd.range(self._keys.steps_prefix(), limit=1, newest_first=True)[0]
         self._done = max((metrics.step for metrics, _ in readable(steps, StepMetrics)), default=0)
         publisher = SteppedPublisher(etcd, self._keys, epoch, self._id, Recorder(), node="",
-                                     staging_ttl_s=_STAGING_TTL_S, security=dcs_security(self._ctx.config))
+                                     replicas=self._ctx.config.dcs.replicas, staging_ttl_s=_STAGING_TTL_S,
+                                     security=dcs_security(self._ctx.config))
         try:
             self._version = publisher.publish(self._done)
         except BaseException:

@@ -57,7 +57,7 @@ WORKLOADS: Mapping[str, Workload] = {
         _api(t), seed, [_engines(t), _engines(t) + 1], writes=0.05, log=log),
         "clients scale the pool out by one engine, and in again", changes=True),
     "hosts": Workload(lambda t, seed, log: HostSpecs(_api(t), seed, log=log),
-                      "clients cordon test hosts, seldom have one drained, and have it used again", changes=True),
+                      "clients cordon test hosts, and have them used again", changes=True),
     "drains": Workload(lambda t, seed, log: Requests(
         _api(t), seed, "engines/{engine}/drain", {"replace": True}, pause_s=_SELDOM_S, log=log),
         "clients have engines replaced", changes=True),
