@@ -25,7 +25,7 @@ from elastic_rl import config
 from elastic_rl.coordinator.alerts.message import compose
 from elastic_rl.coordinator.alerts.receiver_queue import NotificationGroup
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
-from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.errors import EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import Severity
@@ -141,6 +141,39 @@ def test_poller_that_has_ended_by_an_error_says_so() -> None:
     poller = runner._Poller(poll, 0.01)
     with pytest.raises(KeyError, match="step"):
         poller.close()
+
+
+# -- a job on several hosts --------------------------------------------------------------------------------------------
+def test_run_on_hosts_says_at_once_that_this_machine_cannot_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                      ) -> None:
+    def refuse() -> None:
+        raise PreflightFailed("no host can be made on this machine", hint="run it as root")
+
+    monkeypatch.setattr(runner.isolated_hosts, "require", refuse)
+    with pytest.raises(PreflightFailed, match="no host can be made"):
+        runner.run(Schedule(1, 0, (), 0.5, "hosts"), tmp_path / "results")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_steps_of_all_hosts_are_copied_once_in_the_order_of_their_times(tmp_path: Path) -> None:
+    target = Away(tmp_path / "runs")
+    other = JobPaths.of(config.parse({"job": "j", "run_dir": str(tmp_path / "host-2")}))
+    other.folder.mkdir(parents=True)
+    target.folders = (target.paths, other)
+    log = EventLog(tmp_path / "events.jsonl")
+    steps = runner._Steps(cast(Any, target), log)
+    for paths, records in ((target.paths, [(1, 10.0), (2, 11.0), (4, 14.0)]), (other, [(2, 12.0), (3, 13.0)])):
+        with paths.steps.open("a") as file:
+            file.writelines(json.dumps({"kind": "step", "step": step, "at": at}) + "\n" for step, at in records)
+    steps.poll()
+    steps.poll()
+    assert [(event["step"], event["at"]) for event in read_steps(log.path)] == [
+        (1, 10.0), (2, 11.0), (2, 12.0), (3, 13.0), (4, 14.0)]
+    assert steps.newest == 4
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # -- a job that runs already -------------------------------------------------------------------------------------------
