@@ -94,19 +94,21 @@ def hosts_cluster(cfg: Config, *, say: Callable[[str], None], on_leftover: Calla
     """Brings up ``HOSTS`` hosts with a light run, which are off at the end, whatever happens: they end with this
     process. Calls ``on_leftover`` with each thing that has not ended with them. Raises ConfigError for a folder that
     hosts cannot share, PreflightFailed where this machine cannot have hosts, and what ``ClusterHosts.up`` raises."""
+    cluster = Cluster(cfg, say=say)
+    cfg = cluster.cfg  # its paths are absolute
     if below := next((folder for folder in PRIVATE if cfg.run_dir.is_relative_to(folder)), None):
         raise ConfigError(f"the folder of the results is below {below}, of which each test host has its own",
                           hint="name another folder with --out, such as one below /var/tmp")
-    cluster = Cluster(cfg, say=say)
     made, failed = ClusterHosts(cluster, say, outlive=False), ""
     try:
         with ExitStack() as stack:
+            stack.callback(shutil.rmtree, cfg.run_dir.parent / "site", ignore_errors=True)  # of ``environment``
             stack.callback(_power_off, made)
             made.up(HOSTS, control_hosts=HOSTS)
             info = _connected(cluster)
             reader = stack.enter_context(cluster.etcd(info, retry_budget_s=READ_BUDGET_S))
             etcd = stack.enter_context(cluster.etcd(info))
-            urls = wait_until(lambda: _coordinators(reader, ClusterKeys(cfg.cluster_name)), timeout_s=_READY_S,
+            urls = wait_until(lambda: _coordinators(etcd, ClusterKeys(cfg.cluster_name)), timeout_s=_READY_S,
                               poll_s=_POLL_S, what="a coordinator on each host")
             info = replace(info, coordinators=urls)
             made.submit(env=driver_writes.environment(

