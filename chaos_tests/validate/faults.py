@@ -328,7 +328,7 @@ class Alerts(FaultChecker):
     def _delivered(self, end: Event | None) -> None:
         """A notice is delivered at least once: one more time where the leader, or etcd, is lost between its sending and
         the record of it."""
-        losses = sum(entry is None or bool(entry.parts & _SENDERS) for entry in (
+        losses = sum(entry is not None and bool(entry.parts & _SENDERS) for entry in (
             FAULTS.get(str(fault["name"])) for fault in self.happened))
         for (key, phase), notices in self._notices.items():
             if len(notices) > 1 + losses:
