@@ -11,6 +11,7 @@ happens within it, however slow the machine is.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from chaos_tests.history import Recorder
 from chaos_tests.traffic.dcs import SteppedPublisher
 from chaos_tests.traffic.driver_writes import Writer
 from elastic_rl.config import ROLLOUT_POOL
+from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd import run_stop
 from elastic_rl.etcd.cluster_records import JobRecord, is_stopped
 from elastic_rl.etcd.decoding import readable, readable_one
@@ -67,7 +69,8 @@ class LightJob:
                 self._make(self._done + 1)
             tried = True
         if self._publisher is not None and (self.over or not tried):  # what it had under way may have been done, or not
-            self._publisher.close()
+            with contextlib.suppress(ElasticRLError):
+                self._publisher.close()
             self._publisher = None
 
     def _begin(self) -> None:
