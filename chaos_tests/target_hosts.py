@@ -36,8 +36,8 @@ from elastic_rl.host.test_hosts.naming import choose_subnet, is_of_tag, tag_of
 from elastic_rl.runtime.waiting import wait_until
 
 CLUSTER, HOSTS = "chaos", 3
-_PAUSE_S = 0.5
-"""Between two steps of the run."""
+RUN = (*light_job.COMMAND, "--pause-s", "0.5")
+"""What is in the place of the driver."""
 _READY_S, _STOP_S = 300.0, 120.0
 _POLL_S = 0.2
 
@@ -111,8 +111,7 @@ def hosts_cluster(cfg: Config, *, say: Callable[[str], None], on_leftover: Calla
             urls = wait_until(lambda: _coordinators(etcd, ClusterKeys(cfg.cluster_name)), timeout_s=_READY_S,
                               poll_s=_POLL_S, what="a coordinator on each host")
             info = replace(info, coordinators=urls)
-            made.submit(env=driver_writes.environment(
-                cfg.run_dir.parent, [*light_job.COMMAND, "--pause-s", str(_PAUSE_S)]))
+            made.submit(env=driver_writes.environment(cfg.run_dir.parent, RUN))
             target = HostsTarget(cluster, info, etcd, reader, Keys(cfg.job), AdminClient(info), True, made)
             target.await_whole()
             yield target

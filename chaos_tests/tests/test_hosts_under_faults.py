@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from light_runs import goes_on, records
 from support.hosts import require_namespaces
 from support.tiers import full
 
-from chaos_tests import runner
+from chaos_tests import runner, target_hosts
 from chaos_tests.event_log import Kind, read
 from chaos_tests.nemesis.schedule import Schedule, Strike
 from chaos_tests.scenarios import SCENARIOS
+from chaos_tests.traffic import light_job
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -32,15 +33,18 @@ def folder() -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def test_run_on_hosts_is_struck_watched_and_judged(folder: Path) -> None:
+def test_run_on_hosts_is_struck_watched_and_judged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host whose coordinator leads is apart from the others, but not from its clients."""
-    schedule = Schedule(1, 0, (Strike(0, ("leader_host_apart",), 5.0),), 0.5, "hosts")
-    outcome = runner.run(schedule, folder, say=print)
+    go, said = folder.parent / "go", list[str]()
+    monkeypatch.setattr(target_hosts, "RUN", (*light_job.COMMAND, "--go", str(go)))
+    goes_on(go, folder, said, SCENARIOS["hosts"], {"pool", "created", "operation", "number"})
+    schedule = Schedule(1, 10, (Strike(3, ("leader_host_apart",)),), scenario="hosts")
+    outcome = runner.run(schedule, folder, say=said.append)
     assert [*outcome.wrong] == [] and not outcome.failed
-    events = [*read(folder / "events.jsonl")]
-    [fault] = [event for event in events if event["kind"] == Kind.FAULT]
+    [fault] = records(folder, Kind.FAULT)
     assert fault["name"] == "leader_host_apart" and fault["healed_at"] >= fault["detected_at"] >= fault["injected_at"]
-    assert {*Counter(event["kind"] for event in events)} >= {*Kind} - {Kind.GAP, Kind.LEFTOVER}
+    assert {event["kind"] for event in read(folder / "events.jsonl")} >= {*Kind} - {Kind.GAP, Kind.LEFTOVER}
+    assert [step["step"] for step in records(folder, Kind.STEP)][-1] == 10
     assert {"I1", "I2", "I3", "I5", "I8", "I9", "I10", "I11", "I12", "I14"} <= {*outcome.kept}
     assert runner.outcome_of(folder) == outcome and runner.schedule_at(folder) == schedule
 

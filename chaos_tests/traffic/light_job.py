@@ -54,12 +54,12 @@ class LightJob:
         return self._done == HOLD
 
     def go_on(self) -> None:
-        """Makes the next step, or ends the job, where that is possible now."""
+        """Begins, makes the next step, or ends the job, where that is possible now."""
         tried = False
         with self._writer.trying():
             if self._publisher is None:
                 self._begin()
-            if self._stopped():
+            elif self._stopped():
                 run_stop.put_stop(self._writer.fenced(), self._keys)
                 self.over = True
             elif self._done == self._ctx.config.train.steps:
