@@ -182,6 +182,8 @@ class HostFault(ABC):
     """A fault of one host, which others no longer hear."""
 
     may_go_unnoticed = False
+    look_s = 0.25
+    """Least time between two looks at the cluster, each of which is many calls of etcd, or reads all processes."""
     until: tuple[HostPhase, ...] = (HostPhase.LOST,)
     """Phases of the host by which the leader reports it."""
     kind = ""
@@ -189,7 +191,7 @@ class HostFault(ABC):
     def __init__(self, context: HostsContext, victim: Victim) -> None:
         self.context, self.victim = context, victim
         self.name, self.host, self.said = f"{victim}_host_{self.kind}", "", ""
-        self._ended, self._unanswered_since = False, 0.0
+        self._ended, self._unanswered_since, self._look_at = False, 0.0, 0.0
 
     @property
     def state(self) -> str:
@@ -221,9 +223,16 @@ class HostFault(ABC):
     def healed(self) -> bool:
         self._end_once()
         try:
-            return not self.context.missing()
+            return self._is_due() and not self.context.missing()
         except EtcdUnavailable:
             return False
+
+    def _is_due(self) -> bool:
+        """Whether it is time for another look."""
+        now = time.monotonic()
+        if due := now >= self._look_at:
+            self._look_at = now + self.look_s
+        return due
 
     def _end_once(self) -> None:
         if not self._ended:
@@ -390,6 +399,8 @@ class ProcessKilled(HostFault):
 
     def detected(self) -> bool:
         """Whether another process is in its place, and, where it led, another candidacy does."""
+        if not self._is_due():
+            return False
         try:
             leads = self.context.leads()
         except EtcdUnavailable:

@@ -42,6 +42,8 @@ class Context(HostsContext):
 class Done:
     """What a fault has done, in the place of a network."""
 
+    look_s = 0.0
+
     def __init__(self, *, seen: bool = True) -> None:
         self.begun, self.ended, self.seen = 0, 0, seen
 
