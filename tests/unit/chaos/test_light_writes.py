@@ -159,7 +159,8 @@ def test_request_with_one_key_creates_one_thing() -> None:
 
 
 def test_stale_read_of_what_is_wanted_of_a_host_is_found() -> None:
-    history = [op("b", A, "read", None, 0, 0.5, [USED, 0]), op("a", A, "write", USED, 0.5, 1, [USED, 0]), op("a", A, "write", CORDONED, 2, 3, [CORDONED, 5]),
+    history = [op("b", A, "read", None, 0, 0.5, [USED, 0]), op("a", A, "write", USED, 0.5, 1, [USED, 0]),
+               op("a", A, "write", CORDONED, 2, 3, [CORDONED, 5]),
                op("b", A, "read", None, 4, 5, [CORDONED, 5])]
     assert judge.broken(history, histories.CHECKERS) == []
     stale = [*history, op("b", A, "read", None, 6, 7, [USED, 0])]
