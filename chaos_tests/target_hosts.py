@@ -73,13 +73,14 @@ class HostsTarget(Target):
         return self.report_so_far()
 
     def await_whole(self) -> None:
-        """Returns once nothing is missing. Raises DeadlineExceeded, which names what is."""
+        """Returns once nothing is missing; a job that has ended needs no run. Raises DeadlineExceeded, which names what
+        is."""
         context, missing = self.context(), "an answer of etcd"
 
         def whole() -> bool:
             nonlocal missing
             with contextlib.suppress(EtcdUnavailable):
-                missing = context.missing()
+                missing = context.missing(run=not self.reading().ended)
             return not missing
 
         try:

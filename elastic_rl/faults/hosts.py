@@ -135,8 +135,9 @@ class HostsContext(FaultContext):
         state = readable_one(self.etcd.get(self.cluster_keys.host_state(host)), HostState)
         return state.phase if state is not None else None
 
-    def missing(self) -> str:
-        """What the cluster does not have that it has without faults; "": nothing. Raises EtcdUnavailable."""
+    def missing(self, *, run: bool = True) -> str:
+        """What the cluster does not have that it has without faults; "": nothing. ``run``: whether the run of the job
+        has to be there. Raises EtcdUnavailable."""
         for name in self.names:
             phase = self.phase(name)
             if phase is None or phase in _AWAY or self.etcd.get(self.cluster_keys.host(name)) is None:
@@ -148,7 +149,7 @@ class HostsContext(FaultContext):
             return f"the member of etcd at {', '.join(silent)}"
         if len(self.etcd.range(self.cluster_keys.leader_prefix())[0]) < self.control_hosts:
             return "a coordinator"
-        return "" if self.runs_on(self.holder()) else "the run"
+        return "" if not run or self.runs_on(self.holder()) else "the run"
 
     def runs_on(self, host: str) -> bool:
         """Whether the run is assigned to the host, its agent says that it runs, and it works. Raises

@@ -33,7 +33,7 @@ class Context(HostsContext):
     def phase(self, host: str) -> HostPhase:
         return HostPhase.READY
 
-    def missing(self) -> str:
+    def missing(self, *, run: bool = True) -> str:
         if self.away:
             raise EtcdUnavailable("no member answers")
         return self.lacks
