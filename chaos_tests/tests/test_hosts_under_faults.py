@@ -33,16 +33,18 @@ def folder() -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def test_run_on_hosts_is_struck_watched_and_judged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host whose coordinator leads is apart from the others, but not from its clients."""
+@pytest.mark.parametrize("fault", ["leader_host_coordinator_killed", pytest.param("leader_host_apart", marks=full(
+    proved_in="chaos_tests/tests/test_hosts_under_faults.py tests/integration/host/test_links_of_hosts.py",
+    why="the leader's host is apart from the others, but not from its clients"))])
+def test_run_on_hosts_is_struck_watched_and_judged(fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, said = folder.parent / "go", list[str]()
     monkeypatch.setattr(target_hosts, "RUN", (*light_job.COMMAND, "--go", str(go)))
     goes_on(go, folder, said, SCENARIOS["hosts"], {"pool", "created", "operation", "number"})
-    schedule = Schedule(1, 10, (Strike(3, ("leader_host_apart",)),), scenario="hosts")
+    schedule = Schedule(1, 10, (Strike(3, (fault,)),), scenario="hosts")
     outcome = runner.run(schedule, folder, say=said.append)
     assert [*outcome.wrong] == [] and not outcome.failed
-    [fault] = records(folder, Kind.FAULT)
-    assert fault["name"] == "leader_host_apart" and fault["healed_at"] >= fault["detected_at"] >= fault["injected_at"]
+    [played] = records(folder, Kind.FAULT)
+    assert played["name"] == fault and played["healed_at"] >= played["detected_at"] >= played["injected_at"]
     assert {event["kind"] for event in read(folder / "events.jsonl")} >= {*Kind} - {Kind.GAP, Kind.LEFTOVER}
     assert [step["step"] for step in records(folder, Kind.STEP)][-1] == 10
     assert {"I1", "I2", "I3", "I5", "I8", "I9", "I10", "I11", "I12", "I14"} <= {*outcome.kept}

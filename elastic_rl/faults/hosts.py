@@ -169,14 +169,18 @@ class HostsContext(FaultContext):
 
 def restore(hosts: ClusterHosts) -> None:
     """Ends every fault of the hosts: what is stopped goes on, what is cut off, blocked or impaired has its network
-    again, what is off comes back. Returns once the cluster has them all. Raises as ``ClusterHosts.up``."""
+    again, what is off comes back, and the cluster has it then. Raises as ``ClusterHosts.up``."""
     isolated = hosts.isolated
     for name in isolated.names:
         for process in isolated.processes(name):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.status() == psutil.STATUS_STOPPED:
                     process.resume()
-    hosts.up()
+    if any(isolated.init(name) is None for name in isolated.names):
+        hosts.up()
+        return
+    for name in isolated.names:
+        hosts.heal(name)
 
 
 class HostFault(ABC):
