@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 _TITLE = re.compile(r"\[(?:FIRING|RESOLVED|EVENT)\] [^:]+: (?P<kind>\S+) (?P<subject>.+)")
-_LINE = re.compile(r"(?P<kind>\S+) (?P<subject>[^:]+): .* id=(?P<id>\S+)")
+_LINE = re.compile(r"(?P<kind>\S+) (?P<subject>.+?): .* id=(?P<id>\S+)")
 _TRAILER = re.compile(r"^(?:ids?=(?P<ids>\S+) )?phase=(?P<phase>\w+) ", re.MULTILINE)
 _MAX_BYTES = 1 << 20
 _IP_FREEBIND = 15

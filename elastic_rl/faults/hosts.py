@@ -22,9 +22,9 @@ from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient, KeyValue
 from elastic_rl.etcd.cluster_records import Assignment, HostPhase, HostState, HostStatus, RunState, driver_of
-from elastic_rl.etcd.decoding import readable_one
+from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import ClusterKeys, Keys
-from elastic_rl.etcd.records import Leader
+from elastic_rl.etcd.records import DcsNode, Leader
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, kill
 from elastic_rl.faults.undo import Undo, UndoRegistry
 from elastic_rl.host.test_hosts.cluster_hosts import ClusterHosts
@@ -126,6 +126,15 @@ class HostsContext(FaultContext):
         held = readable_one(self.etcd.get(self.cluster_keys.assignment(driver_of(self.cfg.job))), Assignment)
         return held.host if held is not None else ""
 
+    def names_on(self, host: str) -> list[str]:
+        """What the product calls a host and what it has of the cluster and of the job. Raises EtcdUnavailable."""
+        address = self.isolated.address(host)
+        leaders = readable(self.etcd.range(self.cluster_keys.leader_prefix())[0], Leader)
+        nodes = readable(self.etcd.range(self.keys.dcs_nodes_prefix())[0], DcsNode)
+        return [host, *(leader.replica for leader, _ in leaders if self._host_of(leader.url) == host),
+                *(node.id for node, _ in nodes if node.host == address),
+                *(endpoint for endpoint in self.etcd.endpoints if endpoint.startswith(f"{address}:"))]
+
     def _host_of(self, url: str) -> str:
         return next((name for address, name in self._names.items() if f"/{address}:" in f"/{url}"), "")
 
@@ -208,8 +217,9 @@ class HostFault(ABC):
                                what=f"the host that is the {self.victim}")
         try:
             self._prepare()
+            target = f"{self.victim} on {', '.join(self.context.names_on(self.host))}"
             with self.context.striking(f"{self.name} of {self.host}"):
-                return f"{self.victim} on {self.host}", self._begin()
+                return target, self._begin()
         except ElasticRLError:
             self._end_once()
             raise

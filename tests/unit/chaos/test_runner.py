@@ -36,14 +36,14 @@ from elastic_rl.host.paths import JobPaths
 @pytest.mark.parametrize("count", [1, 3, 12])
 @pytest.mark.parametrize("phase", [Phase.FIRING, Phase.RESOLVED])
 def test_notifications_of_the_product_are_read(count: int, phase: Phase) -> None:
-    alerts = [Alert(id=f"id{n}", kind="engine.dead", subject=f"engine {n}", message="it: is dead", phase=phase,
+    alerts = [Alert(id=f"id{n}", kind="engine.dead", subject=f"10.0.0.{n}:2379", message="it: is dead", phase=phase,
                     severity=Severity.ERROR, since=1.0, resolved_at=2.0) for n in range(count)]
     group = NotificationGroup(id="g", phase=phase, alerts=[alert.id for alert in alerts], created_at=1.0)
     found = [*notices(*compose("job", group, alerts))]
     assert {notice.key for notice in found} == {alert.id for alert in alerts} and len(found) == count
     assert {notice.phase for notice in found} == {phase.value}
     if count < 10:
-        assert Notice("engine.dead", "engine 0", phase.value, "id0") in found
+        assert Notice("engine.dead", "10.0.0.0:2379", phase.value, "id0") in found
 
 
 def test_what_is_no_alert_is_no_notice() -> None:

@@ -30,6 +30,9 @@ class Context(HostsContext):
             raise EtcdUnavailable("no member answers")
         return ["a"]
 
+    def names_on(self, host: str) -> list[str]:
+        return [host, "node-0"]
+
     def phase(self, host: str) -> HostPhase:
         return HostPhase.READY
 
@@ -76,7 +79,7 @@ class Slow(Done, LastingFault):
 def test_fault_strikes_once_is_ended_once_and_gives_its_host_back(tmp_path: Path) -> None:
     context = Context(tmp_path)
     fault = Cut(context)
-    assert fault.inject() == ("leader on a", "seen") and fault.state == "leader"
+    assert fault.inject() == ("leader on a, node-0", "seen") and fault.state == "leader"
     assert [what for _, what in context.struck] == ["leader_host_cut of a"]
     assert context.take(Victim.LEADER) == "", "the host has a fault"
     context.lacks = "the run"
