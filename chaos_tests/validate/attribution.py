@@ -86,7 +86,7 @@ class _Account:
     left: int
     """Alerts of ``main`` that it may still give."""
     others: set[tuple[str, str]] = field(default_factory=set)
-    """Components of ``also``, with the subject, that had their alert."""
+    """Components, with the subject, that had their alert."""
     consequences: set[tuple[str, str]] = field(default_factory=set)
     """(kind, subject) of those that it has given."""
 
@@ -109,6 +109,7 @@ class _Account:
         of, one = parts(kind), (kind.partition(".")[0], subject)
         if self.left and (of & self.main or self.names(subject)):
             self.left -= 1
+            self.others.add(one)
             return True
         if of & self.also and one not in self.others:
             self.others.add(one)
