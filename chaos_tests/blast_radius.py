@@ -19,7 +19,8 @@ DEFAULT = frozenset(Part) - NAMED_ONLY
 
 _NEEDS: Mapping[Need, str] = {
     Need.OUTSIDE: "an injector outside of the run", Need.DISK: "DCS nodes with a disk (dcs.disk_bytes)",
-    Need.PTRACE: "ptrace (Linux on x86-64; root, or kernel.yama.ptrace_scope=0)"}
+    Need.PTRACE: "ptrace (Linux on x86-64; root, or kernel.yama.ptrace_scope=0)", Need.ONE_HOST: "a job on one host",
+    Need.TEST_HOSTS: "a cluster on test hosts (a scenario on them makes one)"}
 
 
 class OutOfRadius(ElasticRLError):
@@ -60,7 +61,7 @@ class BlastRadius:
 
 def unmet(name: str, has: Set[Need]) -> str:
     """What a fault of the catalogue needs and does not have; "" for nothing."""
-    missing = sorted(FAULTS[name].needs - has)
+    missing = sorted(FAULTS[name].all_needs - has)
     return f"it needs {', '.join(_NEEDS[need] for need in missing)}" if missing else ""
 
 

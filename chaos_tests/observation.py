@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -59,18 +60,18 @@ def observe(endpoint: str, prefix: str, since: int, last: str, *, tls: Sequence[
 
 
 class Observer:
-    """Observes a store until ``close``, in a process of its own. One that has lost its store, which may be killed and
-    restarted meanwhile, is started again from the revision after the last that it saw. Where that was compacted, the
-    revisions between are a gap, of which nothing is known."""
+    """Observes a store until ``close``, in a process of its own. One that has lost its member of the store is started
+    again with the next one, from the revision after the last that it saw. Where that was compacted, the revisions
+    between are a gap, of which nothing is known."""
 
-    def __init__(self, endpoint: str, prefix: str, since: int, on_change: Callable[[dict[str, Any]], None], *,
-                 log: Path, access: EtcdConfig | None = None, on_gap: Callable[[int, int], None] = lambda *_: None
-                 ) -> None:
-        """``since``: the first revision. ``on_change``: called with each change, from a thread of this object. ``log``:
-        for what the process says. ``access``: the PEM files of a store with TLS. ``on_gap``: called with the first and
-        the last revision of a gap, from the same thread."""
-        self._endpoint, self._prefix, self._next, self._on_change = endpoint, prefix, since, on_change
-        self._on_gap = on_gap
+    def __init__(self, endpoints: Sequence[str], prefix: str, since: int,
+                 on_change: Callable[[dict[str, Any]], None], *, log: Path, access: EtcdConfig | None = None,
+                 on_gap: Callable[[int, int], None] = lambda *_: None) -> None:
+        """``endpoints``: of the members, as ``host:port``. ``since``: the first revision. ``on_change``: called with
+        each change, from a thread of this object. ``log``: for what the process says. ``access``: the PEM files of a
+        store with TLS. ``on_gap``: called with the first and the last revision of a gap, from the same thread."""
+        self._endpoints, self._prefix, self._next = itertools.cycle(endpoints), prefix, since
+        self._on_change, self._on_gap = on_change, on_gap
         self._log, self._environment = log, {**os.environ, **_ENVIRONMENT, **_files(access)}
         self._keys = set[str]()
         """Those of the revision ``_next`` that were seen."""
@@ -110,7 +111,7 @@ class Observer:
                     if self._closing.is_set():
                         return
                     self._process = process = start_child(
-                        [sys.executable, str(_OBSERVER), self._endpoint, self._prefix, str(self._next)],
+                        [sys.executable, str(_OBSERVER), next(self._endpoints), self._prefix, str(self._next)],
                         stdout=subprocess.PIPE, stderr=said, env=self._environment)
                 assert process.stdout is not None
                 with process, process.stdout:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import http.server
 import json
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 _TITLE = re.compile(r"\[(?:FIRING|RESOLVED|EVENT)\] [^:]+: (?P<kind>\S+) (?P<subject>.+)")
-_LINE = re.compile(r"(?P<kind>\S+) (?P<subject>[^:]+): .* id=(?P<id>\S+)")
+_LINE = re.compile(r"(?P<kind>\S+) (?P<subject>.+?): .* id=(?P<id>\S+)")
 _TRAILER = re.compile(r"^(?:ids?=(?P<ids>\S+) )?phase=(?P<phase>\w+) ", re.MULTILINE)
 _MAX_BYTES = 1 << 20
+_IP_FREEBIND = 15
+"""Option of a socket of Linux that may have an address which this machine is going to have."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,17 @@ def notices(title: str, body: str) -> Iterator[Notice]:
 
 
 class Receiver:
-    """An HTTP server on loopback that takes notifications until ``close``."""
+    """An HTTP server on an address of this machine that takes notifications until ``close``."""
 
-    def __init__(self, on_notice: Callable[[Notice], None]) -> None:
+    def __init__(self, on_notice: Callable[[Notice], None], address: str = "127.0.0.1") -> None:
+        """``address``: one that this machine has, or is going to have."""
+        class Server(http.server.ThreadingHTTPServer):
+            daemon_threads = True
+
+            def server_bind(self) -> None:
+                self.socket.setsockopt(socket.IPPROTO_IP, _IP_FREEBIND, 1)
+                super().server_bind()
+
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 read = self.rfile.read(min(int(self.headers["content-length"] or 0), _MAX_BYTES))
@@ -62,9 +73,8 @@ class Receiver:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"json://127.0.0.1:{self._server.server_port}"
+        self._server = Server((address, 0), Handler)
+        self.url = f"json://{address}:{self._server.server_port}"
         """Apprise URL."""
         threading.Thread(target=self._server.serve_forever, name="receiver", daemon=True).start()
 

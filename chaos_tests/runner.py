@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -32,7 +32,8 @@ from chaos_tests.observation import Observer, require_client
 from chaos_tests.receiver import Notice, Receiver
 from chaos_tests.report import BASELINE, EVENTS, Judged
 from chaos_tests.scenarios import SCENARIOS, Scenario, Tier, must_see
-from chaos_tests.target import Target, own_cluster, own_config
+from chaos_tests.target import Target, own_cluster, own_config, run_dir_of
+from chaos_tests.target_hosts import hosts_cluster, receiver_address
 from chaos_tests.traffic.traffic import Traffic
 from chaos_tests.traffic.watchers import Watcher
 from chaos_tests.traffic.workloads import WORKLOADS
@@ -46,6 +47,7 @@ from elastic_rl.etcd.keys import ROOT
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.injector import FaultInjector
 from elastic_rl.faults.undo import UndoRegistry, undo_all
+from elastic_rl.host.test_hosts import isolated_hosts
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.report.build import parse_lines
 from elastic_rl.runtime.files import read_limited, replace_file
@@ -123,6 +125,8 @@ def run(schedule: Schedule, folder: Path, *, baseline: bool | None = None, say: 
     cannot be started."""
     scenario = scenario_of(schedule)
     require_client()
+    if scenario.tier is Tier.TEST_HOSTS:
+        isolated_hosts.require()
     _require_new(folder)
     with abort.running(folder) as aborts:
         _prepare(schedule, folder)
@@ -192,18 +196,18 @@ def _prepare(schedule: Schedule, folder: Path) -> None:
 
 def _run_own(scenario: Scenario, schedule: Schedule, folder: Path, aborts: AbortSwitch, say: Say, *, baseline: bool
              ) -> None:
-    if scenario.tier is not Tier.ONE_HOST:  # a target on test hosts is made beside ``own_cluster``
-        raise ConfigError(f"no target is made for scenarios on {scenario.tier.value}", hint="choose another scenario")
+    on_hosts = scenario.tier is Tier.TEST_HOSTS
     notices = list[tuple[float, Notice]]()
-    receiver = Receiver(lambda notice: notices.append((time.time(), notice)))
+    receiver = Receiver(lambda notice: notices.append((time.time(), notice)),
+                        receiver_address(run_dir_of(folder)) if on_hosts else "127.0.0.1")
+    make: Callable[..., AbstractContextManager[Target]] = hosts_cluster if on_hosts else own_cluster
     try:
         cfg = own_config(folder, {**scenario.settings, "train.steps": schedule.steps or _BY_TIME_STEPS,
                                   "alerts.urls": [receiver.url]}, schedule.settings, seed=schedule.seed)
         with _log_of(folder, schedule, cfg, scenario.tier.value, baseline=baseline) as event_log:
-            with own_cluster(cfg, say=say, on_leftover=lambda what: event_log.write(Kind.LEFTOVER, what=what)
-                             ) as target:
-                end = _Play(target, scenario, schedule, folder, event_log, aborts, Limits(scenario.overlap), say
-                            ).follow()
+            with make(cfg, say=say, on_leftover=lambda what: event_log.write(Kind.LEFTOVER, what=what)) as target:
+                end = _Play(target, scenario, schedule, folder, event_log, aborts,
+                            Limits(scenario.overlap, late=scenario.late), say).follow()
             for at, notice in notices:
                 event_log.write(Kind.NOTIFICATION, at=at, **asdict(notice))
             _write_end(event_log, end, aborts)
@@ -276,7 +280,7 @@ class _Play:
         only what etcd alone has is missing."""
         target = self._target
         since = 1 if target.own else target.etcd.revision() + 1
-        observer = Observer(target.info.etcd_endpoints[0], f"{ROOT}/", since, self._on_change,
+        observer = Observer(target.info.etcd_endpoints, f"{ROOT}/", since, self._on_change,
                             log=self._folder / "observer.log", access=target.cluster.here.etcd,
                             on_gap=self._on_gap)
         steps = _Steps(target, self._log)
@@ -292,7 +296,7 @@ class _Play:
                 self._await_return(steps)
                 self._say("stopping the job")
                 with suppress(EtcdUnavailable):  # the job then ends with the cluster
-                    target.cluster.stop_run()
+                    target.stop_job()
             self._await_alerts()
             end = self._end()
             if target.own and end["committed_steps"] is not None:
@@ -352,6 +356,10 @@ class _Play:
             injector.join(_END_S)
             for what in undo_all(self._folder).failed:
                 self._log.write(Kind.LEFTOVER, what=f"not undone: {what}")
+            try:
+                self._target.heal()
+            except ElasticRLError as e:
+                self._log.write(Kind.LEFTOVER, what=f"not healed: {e.message}")
 
     def _end(self) -> dict[str, Any]:
         target, until = self._target, time.monotonic() + _END_S
@@ -365,8 +373,9 @@ class _Play:
         guard = self._limits.guard(context) if self._limits.guard else lambda name, fault: fault
         return FaultInjector(
             context, _FaultRecords(self._log, RunLog(LineFile(target.paths.faults)), self._say),
-            plan_of(self._schedule, guard)(context, self._schedule.steps), target.paths.steps,
-            overlap=self._limits.overlap, heal_timeout_s=self._limits.recovery_s)
+            plan_of(self._schedule, guard)(context, self._schedule.steps),
+            *(paths.steps for paths in target.folders), overlap=self._limits.overlap,
+            heal_timeout_s=self._limits.recovery_s)
 
     def _await_end(self, injector: FaultInjector, steps: _Steps) -> None:
         """Returns when the job has ended, the time of a run by time is over, or the run is aborted."""
@@ -494,22 +503,28 @@ class _FaultRecords:
 
 
 class _Steps:
-    """Copies the records of the run's steps as they are written. Those of before the run are left out."""
+    """Copies the records of the run's steps as they are written, on whichever host, in the order of their times. Those
+    of before the run are left out."""
 
     def __init__(self, target: Target, event_log: EventLog) -> None:
-        self._path, self._log, self.newest, self.done = target.paths.steps, event_log, 0, 0
-        self._offset = self._path.stat().st_size if not target.own and self._path.exists() else 0
+        self._log, self.newest, self.done = event_log, 0, 0
+        self._offsets = {path: path.stat().st_size if not target.own and path.exists() else 0
+                         for path in (paths.steps for paths in target.folders)}
 
     def poll(self) -> None:
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
-            file.seek(self._offset)
+        found = [record for path in self._offsets for record in self._new(path) if record.pop("kind") == "step"]
+        for record in sorted(found, key=lambda record: float(record["at"])):
+            self._log.write(Kind.STEP, **record)
+            self.newest = int(record["step"])
+            self.done += 1
+
+    def _new(self, path: Path) -> list[dict[str, Any]]:
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(self._offsets[path])
             whole, newline, _ = file.read().rpartition(b"\n")
-            self._offset += len(whole) + len(newline)
-            for record in parse_lines(whole.decode(errors="replace").splitlines()):
-                if record.pop("kind") == "step":
-                    self._log.write(Kind.STEP, **record)
-                    self.newest = int(record["step"])
-                    self.done += 1
+            self._offsets[path] += len(whole) + len(newline)
+            return [*parse_lines(whole.decode(errors="replace").splitlines())]
+        return []
 
 
 class _Events:

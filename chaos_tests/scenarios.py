@@ -70,6 +70,8 @@ class Scenario:
     floor_answers: int = 0
     """Answers that these clients have to have had: else the run says nothing of them."""
     tier: Tier = Tier.ONE_HOST
+    late: float = 3.0
+    """A run by time ends after so many times its minutes, whether or not each fault had its turn."""
 
     def schedule(self, seed: int, *, steps: int = 0, minutes: float = 0.0, faults: int | None = None,
                  only: Sequence[str] | None = None, settings: Sequence[str] = ()) -> Schedule:
@@ -100,19 +102,23 @@ class Scenario:
         return max(1, count)
 
 
-_OF_ANY_RUN = ("I1", "I2", "I3", "I4", "I5", "I11")
+_OF_ANY_RUN = ("I1", "I2", "I3", "I5", "I11")
 _OF_OWN_CLUSTER = ("I6", "I8", "I12", "I13", "I14", "I15")
 """A run on a cluster of its own has to show these too. A job that was begun before the run, and goes on after it, may
 leave no evidence for them."""
 _OF_FAULTS, _OF_OWN_FAULTS = ("I10",), ("I9",)
+_OF_ENGINES = frozenset({"I4", "I6"})
+"""A light run on test hosts has no engines."""
 
 
 def must_see(schedule: Schedule, *, own: bool, compared: bool = False) -> list[str]:
     """The rules that must not be unseen in a run of a schedule: else it is worth nothing. ``own``: whether it is on a
     cluster of its own, whose job begins and ends with it, and whose alerts it receives. ``compared``: whether it is
     deterministic and has a baseline."""
-    rules = [*_OF_ANY_RUN, *(_OF_OWN_CLUSTER if own else ()), *(_OF_FAULTS if schedule.strikes else ()),
+    rules = [*_OF_ANY_RUN, "I4", *(_OF_OWN_CLUSTER if own else ()), *(_OF_FAULTS if schedule.strikes else ()),
              *(_OF_OWN_FAULTS if own and schedule.strikes else ()), *(("I7",) if compared else ())]
+    if SCENARIOS[schedule.scenario].tier is Tier.TEST_HOSTS:
+        rules = [rule for rule in rules if rule not in _OF_ENGINES]
     if own and not schedule.strikes and schedule.steps >= FEWEST_STEPS:
         rules.append(GROWTH)
     return rules
@@ -125,7 +131,7 @@ _SMALL: Mapping[str, Any] = {
 """A job that a machine of two cores trains while its parts are killed: a fifth of a second a step. Each step changes
 its weights, by the entropy also where no sample has a reward: else no log-prob tells a version from the one before."""
 _STRUCK = {name: entry.parts for name, entry in FAULTS.items()}
-_EVERY = weights(frozenset({Need.OUTSIDE, Need.PTRACE, Need.DISK}))
+_EVERY, _OF_HOSTS = (weights(frozenset(Need) - {other}) for other in (Need.TEST_HOSTS, Need.ONE_HOST))
 _ANY_SCHEDULE = ("engine_killed", "trainer_rank_killed", "trainer_rank_stopped", "rollout_killed", "advantages_killed",
                  "driver_killed", "coordinator_killed", "dcs_killed")
 """Faults of parts that a run waits for also where its groups are generated beside its steps."""
@@ -161,6 +167,12 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
                                                       "advantages_killed", "actor_killed", "etcd_killed")},
              steps_per_minute=25.0, pace=Pace(5, 12, 30), pace_s=Pace(20, 25, 60), floor_answers=80,
              traffic=("scales", "silences", "drains", "restarts", "watches")),
+    Scenario("hosts", "a job that computes nothing on three test hosts, each with etcd, a coordinator and a DCS node: "
+             "partitions, power cuts and bad links, while clients cordon hosts; needs root",
+             {"cluster": "chaos", "coordinator.replicas": 1, "dcs.arena_bytes": 128 << 20, "etcd.follow_members_s": 2.0,
+              "alerts.run_waiting_s": 86400.0}, minutes=4.0, count=6, faults=_OF_HOSTS, steps_per_minute=60.0,
+             pace=Pace(3, 10, 30), pace_s=Pace(10, 20, 60), floor_answers=60, tier=Tier.TEST_HOSTS, late=10.0,
+             traffic=("pools", "hosts", "silences", "operations", "watches")),
     Scenario("critic", "PPO, whose critic is a group of ranks of its own",
              {**_SMALL, "algorithm.name": "ppo", "critic.trainer": {"data_parallel": 1}}, minutes=5.0, count=5,
              faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=25.0, pace=Pace(3, 8, 25),

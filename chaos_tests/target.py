@@ -31,7 +31,7 @@ from elastic_rl.host.paths import JobPaths
 from elastic_rl.report.build import build, read_records
 from elastic_rl.train import audit_of
 
-_READ_BUDGET_S = 1.0
+READ_BUDGET_S = 1.0
 """Retries of a reading that is made again and again."""
 
 
@@ -59,6 +59,16 @@ class Target:
         return JobPaths.of(self.cfg)
 
     @property
+    def folders(self) -> Sequence[JobPaths]:
+        """The folders of the job, one a host that may have its run."""
+        return (self.paths,)
+
+    @property
+    def hosts(self) -> Mapping[str, str]:
+        """Address of each host by its name, where clients may change what is wanted of hosts."""
+        return {}
+
+    @property
     def cluster_keys(self) -> ClusterKeys:
         return ClusterKeys(self.cfg.cluster_name)
 
@@ -74,6 +84,14 @@ class Target:
     def context(self, undo: UndoRegistry | None = None) -> FaultContext:
         return FaultContext(self.cfg, self.etcd, self.keys, self.api, undo=undo)
 
+    def heal(self) -> None:
+        """Ends what faults have left that is not noted to be undone, and returns once nothing is missing. Raises
+        ElasticRLError."""
+
+    def stop_job(self) -> None:
+        """Returns once the run of the job has ended. Raises EtcdUnavailable."""
+        self.cluster.stop_run()
+
     def reading(self) -> RunReading:
         """How the run of the job goes. Raises EtcdUnavailable."""
         return self.cluster.run.read_from(self.reader)
@@ -87,8 +105,15 @@ class Target:
         EtcdUnavailable."""
         if self.own:
             return dict(json.loads(self.paths.report.read_text(encoding="utf-8"))) if self.paths.report.exists() else {}
-        records = [*read_records(self.paths.steps), *read_records(self.paths.faults)]
-        return build(records, job=self.cfg.job, seed=self.cfg.seed, status="running",
+        return self.report_so_far()
+
+    def report_so_far(self) -> dict[str, Any]:
+        """The report of what etcd and the records of the job have now. Raises EtcdUnavailable."""
+        steps = sorted((record for paths in self.folders for record in read_records(paths.steps)),
+                       key=lambda record: float(record["at"]))
+        phase = self.reading().phase
+        return build([*steps, *read_records(self.paths.faults)], job=self.cfg.job, seed=self.cfg.seed,
+                     status=phase.value if phase is not None else "",
                      audit=audit_of(self.reader, self.keys, self.cfg.train.prompts_per_step),
                      versions=list_versions(self.reader, self.keys, Stream.POLICY))
 
@@ -101,7 +126,7 @@ class Target:
 def _connected(cluster: Cluster, info: ClusterInfo, *, own: bool) -> Iterator[Target]:
     with ExitStack() as stack:
         etcd = stack.enter_context(cluster.etcd(info))
-        reader = stack.enter_context(cluster.etcd(info, retry_budget_s=_READ_BUDGET_S))
+        reader = stack.enter_context(cluster.etcd(info, retry_budget_s=READ_BUDGET_S))
         yield Target(cluster, info, etcd, reader, Keys(cluster.cfg.job), AdminClient(info), own)
 
 
@@ -111,7 +136,12 @@ def own_config(folder: Path, settings: Mapping[str, Any], more: Sequence[str] = 
     return config.load(None, [
         "--train.stop_eval_accuracy=null",
         *(f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()),
-        *more, f"--seed={seed}", f"--run_dir={folder / 'cluster'}", f"--job=chaos-{secrets.token_hex(4)}"])
+        *more, f"--seed={seed}", f"--run_dir={run_dir_of(folder)}", f"--job=chaos-{secrets.token_hex(4)}"])
+
+
+def run_dir_of(folder: Path) -> Path:
+    """``run_dir`` of a cluster of its own."""
+    return folder / "cluster"
 
 
 @contextmanager

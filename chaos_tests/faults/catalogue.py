@@ -1,11 +1,11 @@
-"""Faults by the names that they have in schedules and in the records of runs: of a run on one host, and of the hosts of
-a cluster."""
+"""Faults by the names that they have in schedules and in the records of runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import cast
 
 from chaos_tests.nemesis.schedule import Schedule
 from elastic_rl.config import Config
@@ -76,6 +76,11 @@ class Need(StrEnum):
     """Linux on x86-64, and the permission to debug."""
     DISK = "disk"
     """The DCS nodes store chunks on disk (``dcs.disk_bytes``)."""
+    ONE_HOST = "one_host"
+    """The processes of the job are this host's, which finds them by its files. All faults have it that have not the
+    next one."""
+    TEST_HOSTS = "test_hosts"
+    """The cluster is on test hosts (``target_hosts``), of which the context of the faults knows."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,10 @@ class Entry:
     def fields(self) -> Mapping[str, Sequence[str]]:
         """What the record of the fault says of it: ``parts``, its ``part`` first, and ``seen_in``."""
         return {"parts": [self.part, *sorted(self.also - {self.part})], "seen_in": sorted(self.seen_in)}
+
+    @property
+    def all_needs(self) -> frozenset[Need]:
+        return self.needs if Need.TEST_HOSTS in self.needs else self.needs | {Need.ONE_HOST}
 
 
 SEEN_BEYOND: Mapping[Part, frozenset[Part]] = {
@@ -256,53 +265,70 @@ _OTHERS: Mapping[str, Entry] = {
     "racing_requests": Entry(RacingRequests, Part.API, "clients of the API change one pool at the same time",
                              takes_replica=False),
 }
-FAULTS: Mapping[str, Entry] = {**_PARTS_LOST, **_OTHERS}
+_IMPAIRED_S = 20.0
+_SLOW, _LATE = Impairment(bytes_per_s=48 << 10), Impairment(delay_s=0.15, jitter_s=0.1)
+_LOSSY = Impairment(loss=0.2)
+_ON_A_HOST = frozenset({Part.COORDINATORS, Part.ETCD, Part.DCS, Part.DRIVER, Part.RUN})
+"""What each test host has, and may seem to be lost with it."""
 
 
-def met(cfg: Config) -> frozenset[Need]:
-    """The needs that are met where this process strikes a job with these settings on this machine."""
-    return frozenset({Need.OUTSIDE, *({Need.PTRACE} if ptrace.allowed() else ()),
-                      *({Need.DISK} if cfg.dcs.disk_bytes else ())})
+def _of_hosts(make: Callable[[HostsContext], HostFault], what: str, weight: float = 1.0, *, part: Part = Part.HOSTS,
+              also: Set[Part] = _ON_A_HOST, takes_all: bool = False, slows: bool = False, ends_leases: bool = False
+              ) -> Entry:
+    return Entry(lambda c: make(cast(HostsContext, c)), part, what, weight, takes_all,
+                 needs=frozenset({Need.TEST_HOSTS}), also=frozenset(also - {part}), slows=slows,
+                 ends_leases=ends_leases)
+
+
+_OF_HOSTS: Mapping[str, Entry] = {
+    "holder_host_cut": _of_hosts(lambda c: HostCut(c, Victim.HOLDER), "the run's host is off the network", 2.0),
+    "leader_host_apart": _of_hosts(lambda c: HostApart(c, Victim.LEADER), "the leader's host and others do not hear "
+                                   "each other; clients reach both", 3.0),
+    "holder_host_apart": _of_hosts(lambda c: HostApart(c, Victim.HOLDER), "the run's host and the others do not hear "
+                                   "each other; clients reach both"),
+    "leader_host_deaf": _of_hosts(lambda c: HostDeaf(c, Victim.LEADER), "the leader's host is heard and hears none",
+                                  2.0),
+    "etcd_leader_host_deaf": _of_hosts(lambda c: HostDeaf(c, Victim.ETCD_LEADER),
+                                       "the host of etcd's leader is heard, and hears no other"),
+    "holder_host_mute": _of_hosts(lambda c: HostMute(c, Victim.HOLDER), "the run's host hears, and no other hears it",
+                                  2.0),
+    "holder_host_powered_off": _of_hosts(lambda c: HostPoweredOff(c, Victim.HOLDER),
+                                         "the host with the run loses its power, and nobody is told; it returns", 2.0),
+    "leader_host_powered_off": _of_hosts(lambda c: HostPoweredOff(c, Victim.LEADER),
+                                         "the leader's host loses its power; it returns", 2.0),
+    "bystander_host_powered_off": _of_hosts(lambda c: HostPoweredOff(c, Victim.BYSTANDER),
+                                            "a host that leads nothing loses its power; it returns"),
+    "etcd_leader_host_slow": _of_hosts(lambda c: LinkImpaired(c, Victim.ETCD_LEADER, "slow", _SLOW, _IMPAIRED_S),
+                                       "the link of etcd's leader carries 48 KiB a second for a while", slows=True),
+    "leader_host_late": _of_hosts(lambda c: LinkImpaired(c, Victim.LEADER, "late", _LATE, _IMPAIRED_S),
+                                  "what the leader's host gets is 150 to 250 ms late for a while", slows=True),
+    "holder_host_lossy": _of_hosts(lambda c: LinkImpaired(c, Victim.HOLDER, "lossy", _LOSSY, _IMPAIRED_S),
+                                   "a fifth of what the run's host gets is lost for a while", slows=True),
+    "leader_host_coordinator_killed": _of_hosts(coordinator_killed, "kill -9 of the coordinator that leads", 2.0,
+                                                part=Part.COORDINATORS, also=frozenset()),
+    "etcd_leader_host_etcd_killed": _of_hosts(etcd_killed, "kill -9 of the member that leads etcd", 2.0, part=Part.ETCD,
+                                              also=frozenset()),
+    "etcd_quorum_stopped": _of_hosts(lambda c: EtcdQuorumStopped(c, _ETCD_AWAY_S),
+                                     f"SIGSTOP of a majority of etcd's members for {_ETCD_AWAY_S:g} s", part=Part.ETCD,
+                                     also=_ON_A_HOST | {Part.HOSTS}, takes_all=True, ends_leases=True),
+}
+FAULTS: Mapping[str, Entry] = {**_PARTS_LOST, **_OTHERS, **_OF_HOSTS}
+
+
+def met(cfg: Config, *, hosts: bool = False) -> frozenset[Need]:
+    """The needs that are met where this process strikes a job with these settings on this machine. ``hosts``: whether
+    its cluster is on test hosts."""
+    return frozenset({Need.OUTSIDE, Need.TEST_HOSTS if hosts else Need.ONE_HOST,
+                      *({Need.PTRACE} if ptrace.allowed() else ()), *({Need.DISK} if cfg.dcs.disk_bytes else ())})
 
 
 def weights(has: Set[Need]) -> Mapping[str, float]:
     """The faults that are possible where these needs are met, as a catalogue of ``nemesis.schedule.drawn``."""
-    return {name: entry.weight for name, entry in FAULTS.items() if entry.needs <= has}
+    return {name: entry.weight for name, entry in FAULTS.items() if entry.all_needs <= has}
 
 
 WEIGHTS: Mapping[str, float] = {name: entry.weight for name, entry in _PARTS_LOST.items()}
 """The faults in which a whole part is lost or away: a catalogue of ``nemesis.schedule.drawn``."""
-
-
-@dataclass(frozen=True)
-class _HostEntry:
-    """A fault that needs test hosts."""
-
-    make: Callable[[HostsContext], HostFault]
-    weight: float = 1.0
-
-
-_IMPAIRED_S = 20.0
-_SLOW, _LATE = Impairment(bytes_per_s=48 << 10), Impairment(delay_s=0.15, jitter_s=0.1)
-_LOSSY = Impairment(loss=0.2)
-HOST_FAULTS: Mapping[str, _HostEntry] = {
-    "holder_host_cut": _HostEntry(lambda c: HostCut(c, Victim.HOLDER), 2.0),
-    "leader_host_apart": _HostEntry(lambda c: HostApart(c, Victim.LEADER), 3.0),
-    "holder_host_apart": _HostEntry(lambda c: HostApart(c, Victim.HOLDER)),
-    "leader_host_deaf": _HostEntry(lambda c: HostDeaf(c, Victim.LEADER), 2.0),
-    "etcd_leader_host_deaf": _HostEntry(lambda c: HostDeaf(c, Victim.ETCD_LEADER)),
-    "holder_host_mute": _HostEntry(lambda c: HostMute(c, Victim.HOLDER), 2.0),
-    "holder_host_powered_off": _HostEntry(lambda c: HostPoweredOff(c, Victim.HOLDER), 2.0),
-    "leader_host_powered_off": _HostEntry(lambda c: HostPoweredOff(c, Victim.LEADER), 2.0),
-    "bystander_host_powered_off": _HostEntry(lambda c: HostPoweredOff(c, Victim.BYSTANDER)),
-    "etcd_leader_host_slow": _HostEntry(lambda c: LinkImpaired(c, Victim.ETCD_LEADER, "slow", _SLOW, _IMPAIRED_S)),
-    "leader_host_late": _HostEntry(lambda c: LinkImpaired(c, Victim.LEADER, "late", _LATE, _IMPAIRED_S)),
-    "holder_host_lossy": _HostEntry(lambda c: LinkImpaired(c, Victim.HOLDER, "lossy", _LOSSY, _IMPAIRED_S)),
-    "leader_host_coordinator_killed": _HostEntry(coordinator_killed, 2.0),
-    "etcd_leader_host_etcd_killed": _HostEntry(etcd_killed, 2.0),
-    "etcd_quorum_stopped": _HostEntry(lambda c: EtcdQuorumStopped(c, _ETCD_AWAY_S)),
-}
-"""Faults of the hosts of a cluster, which need test hosts (``target_hosts``)."""
 
 
 def plan_of(schedule: Schedule, guard: Callable[[str, Fault], Fault] = lambda name, fault: fault) -> FaultPlan:

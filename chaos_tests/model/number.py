@@ -23,7 +23,8 @@ class State:
     """False: no client was told the number yet, whatever it is."""
 
 
-UNSEEN = State(0, 0, exact=False, seen=False)
+UNSEEN = State(0, -1, exact=False, seen=False)
+"""Its revision may be 0: of what nobody has written yet."""
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from evidence import announced, broken_rules, lost, observed, terms
 from support.coordinators import AUTH, Replicas
 from support.etcd_server import EtcdServers
 from support.hosts import TwoNetworks
 from support.waiting import wait_until
 
-from chaos_tests.observation import Change, observe
-from chaos_tests.traffic.pool_changes import PoolClients, lost
-from chaos_tests.validate.leadership import check
+from chaos_tests.event_log import Event
+from chaos_tests.traffic.cluster_changes import Target
+from chaos_tests.traffic.job_clients import PoolSizes
+from chaos_tests.traffic.pool_changes import POOL
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import ROOT, ClusterKeys, Keys
@@ -57,9 +59,10 @@ def believes_to_lead(replicas: Replicas, name: str) -> bool:
     return float(found[1]) == 1
 
 
-def alert_phases(history: Sequence[Change], keys: Keys, kind: str) -> list[tuple[str, str, Phase]]:
+def alert_phases(changes: Sequence[Event], keys: Keys, kind: str) -> list[tuple[str, str, Phase]]:
     """Each phase of each alert of a kind, once: (id, subject, phase)."""
-    alerts = [Alert.decode(c.value.encode()) for c in history if c.put and c.key.startswith(keys.alerts_prefix())]
+    alerts = [Alert.decode(c["value"].encode()) for c in changes
+              if c["put"] and c["key"].startswith(keys.alerts_prefix())]
     return list(dict.fromkeys((a.id, a.subject, a.phase) for a in alerts if a.kind == kind))
 
 
@@ -68,7 +71,8 @@ def test_partitioned_leader_steps_down_and_its_late_writes_are_refused(
     with far_etcd.connect() as etcd:
         since = etcd.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
         replicas.start("a", "b")
-        clients = PoolClients([replicas.job_url(name) for name in replicas.urls], 11, AUTH)
+        target = Target(replicas.urls, keys.job, AUTH, None)
+        clients = PoolSizes(target, 11, range(1, 61), writes=0.5, pause_s=0.02).start()
         try:
             clients.more(20)
             stale = replicas.leader()
@@ -79,7 +83,7 @@ def test_partitioned_leader_steps_down_and_its_late_writes_are_refused(
             wait_until(lambda: etcd.get(ClusterKeys(keys.job).leader(stale)) is None, what="its lease's end")
             clients.more(20)  # the other one leads
             assert not believes_to_lead(replicas, stale)
-            refused = clients.patch(replicas.job_url(stale), 61, client="late", timeout_s=300.0)
+            refused = clients.calls.pool.patch(replicas.job_url(stale), 61, client="late", timeout_s=300.0)
             assert refused.status in (503, 504), refused  # in time, and typed
             assert http_client.request("GET", f"{replicas.urls[stale]}/readyz", timeout=300.0).status_code == 503
             wait_until(lambda: _open(etcd, keys, stale), what="the alert")
@@ -93,19 +97,12 @@ def test_partitioned_leader_steps_down_and_its_late_writes_are_refused(
             clients.more(20)
         finally:
             clients.close()
-        last = f"{keys.root}zz-end"
-        etcd.put(last, b"end")
-
-    history = observe(far_etcd.endpoints[0], f"{ROOT}/", since, last)
-    verdict = check(history, keys)
-    assert verdict.faults == []
-    assert verdict.announced == [n for _, n in verdict.terms] and verdict.announced[0] == stale
-    assert len(verdict.announced) == 2, "a partition of one replica is one change of leaders"
-    assert lost(clients.done, verdict) == [], "writes that were acknowledged are not in the store"
-    assert clients.violations(verdict.desired) == [], "no order of reads and writes explains the answers"
-    assert {w.status for w in clients.done} - {200} <= {0, 503, 504}
-    assert any(w.url == replicas.job_url(stale) and w.status != 200 for w in clients.done), "no write met the partition"
-    (fired, resolved) = alert_phases(history, keys, "coordinator.dead")
+        changes, history = observed(etcd, keys, since, prefix=f"{ROOT}/"), clients.recorder.operations()
+    assert broken_rules(changes, history) == []
+    assert terms(changes, keys) == announced(changes, keys) and terms(changes, keys)[0] == stale
+    assert len(terms(changes, keys)) == 2, "a partition of one replica is one change of leaders"
+    assert lost(history, changes, keys, POOL) == [], "writes that were acknowledged are not in the store"
+    (fired, resolved) = alert_phases(changes, keys, "coordinator.dead")
     assert (fired[1], fired[2]) == (stale, Phase.FIRING) and resolved == (fired[0], stale, Phase.RESOLVED)
 
 

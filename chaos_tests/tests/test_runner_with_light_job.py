@@ -4,22 +4,17 @@ writes down, and its verdict. Services, clients and the fault are real."""
 from __future__ import annotations
 
 import json
-import sys
-import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import light_job
 import pytest
-from support.waiting import wait_until
+from light_runs import goes_on, records
 
 from chaos_tests import runner
 from chaos_tests.event_log import Kind, read
 from chaos_tests.nemesis.schedule import Schedule, Strike
 from chaos_tests.scenarios import SCENARIOS
-from chaos_tests.traffic import driver_writes
+from chaos_tests.traffic import driver_writes, light_job
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = 10
@@ -27,38 +22,19 @@ SETTINGS = ("--dcs.arena_bytes=33554432",)
 LOG = "events.jsonl"
 
 
-def records(folder: Path, kind: Kind) -> list[dict[str, Any]]:
-    return [dict(event) for event in read(folder / LOG) if event["kind"] == kind]
-
-
 def in_place_of_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Has jobs of this process be light; returns the file that lets one go on."""
     go = folder / "go"
-    command = [sys.executable, light_job.__file__, str(go)]
+    command = [*light_job.COMMAND, "--go", str(go)]
     for name, value in driver_writes.environment(folder, command).items():
         monkeypatch.setenv(name, value)
     return go
 
 
-def once(condition: Callable[[], bool], then: Callable[[], object]) -> None:
-    def wait() -> None:
-        wait_until(condition, what="the moment of the test", timeout_s=300)
-        then()
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def test_run_on_an_own_cluster_is_struck_watched_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, folder = in_place_of_the_driver(tmp_path, monkeypatch), tmp_path / "results"
     said = list[str]()
-
-    def has_seen_enough() -> bool:
-        if not any("healed after" in line for line in said):
-            return False
-        models = Counter(event["model"] for event in records(folder, Kind.OPERATION) if event["ended_s"] is not None)
-        return models.keys() >= {"pool", "created", "operation"} and models.total() > SCENARIOS["quick"].floor_answers
-
-    once(has_seen_enough, go.touch)
+    goes_on(go, folder, said, SCENARIOS["quick"], {"pool", "created", "operation"})
     schedule = Schedule(1, STEPS, (Strike(3, ("coordinator_killed",)),), scenario="quick", settings=SETTINGS)
     outcome = runner.run(schedule, folder, say=said.append)
     assert [*outcome.wrong] == [] and not outcome.failed

@@ -16,6 +16,7 @@ from chaos_tests.history import Answer, Operation, Recorder, Refused
 from chaos_tests.model.catalog import FENCED, GONE, Call, of_sweep
 from chaos_tests.model.models import CATALOG
 from chaos_tests.traffic.traffic import Traffic, call
+from elastic_rl.config.dcs import Replicas
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.client import DcsClient
@@ -57,7 +58,7 @@ class SteppedPublisher:
     """Publishes step by step, and writes each step down: begin, seal, commit."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, epoch: int, name: str, recorder: Recorder, *, node: str,
-                 replicas: int = 1, staging_ttl_s: int = 2, io_timeout_s: float = 10.0,
+                 replicas: Replicas = 1, staging_ttl_s: int = 2, io_timeout_s: float = 10.0,
                  security: Security | None = None) -> None:
         self._name, self._epoch, self._recorder = name, epoch, recorder
         self._publisher = Publisher(etcd, keys, STREAM, epoch=epoch, owner=name, chunk_bytes=CHUNK_BYTES,

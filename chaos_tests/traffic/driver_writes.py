@@ -1,8 +1,8 @@
-"""A run without anything to compute: in the driver's place is a process that writes as one, and goes on when it is
-refused, so that only what etcd refuses keeps two of them apart.
+"""Writes of what stands in the place of a driver: it goes on when it is refused, so that only what etcd refuses keeps
+two of them apart. ``light_job`` makes steps with them.
 
-Each write that etcd takes is a key, so that whoever reads them has the order in which they were taken, and by whom. A
-writer keeps a file on its host of what it has tried.
+Each write that etcd takes is a key of the job, so that whoever reads them has the order in which they were taken, and
+by whom. A writer keeps a file on its host of what it has tried.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_rl.config import Config
-from elastic_rl.errors import Conflict, EtcdUnavailable, Fenced
+from elastic_rl.errors import Conflict, ElasticRLError, EtcdUnavailable, Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.fencing import FencedWriter
-from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import JobStatus
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.etcd.transaction import Op
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.process import die_with_parent
 
-PREFIX = "/stub_driver/"
+PREFIX = "stub_driver/"
+"""How the names of the keys begin, below the root of the job."""
 ACCEPTED, REFUSED, UNANSWERED = "accepted", "refused", "unanswered"
 _PAUSE_S = 0.1
 _COMMAND = (sys.executable, "-m", "chaos_tests.traffic.driver_writes")
@@ -70,26 +71,41 @@ class Writer:
         self._driver: Driver | None = None
 
     def write(self) -> None:
+        with self.trying():
+            self.put()
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """The block tries to write, and ends without an error where that is refused, or cannot be done now."""
         outcome = ACCEPTED
         try:
-            if self._driver is None:
-                self._driver = self._begin()
-            writer = FencedWriter.of_driver(self.etcd, self._ctx.keys, self._driver.epoch, self._driver.generation)
-            self._writes += 1
-            key = f"{_prefix(self._ctx.job)}{self._driver.generation}-{self._driver.host}-{self._writes}"
-            writer.write(Op.put(key, json.dumps(vars(self._driver)).encode()))
+            yield
         except (Conflict, Fenced):
             outcome = REFUSED
-        except EtcdUnavailable:
+        except ElasticRLError:
             outcome = UNANSWERED
         with _tried(self._ctx.config).open("a", encoding="utf-8") as file:
             file.write(f"{os.getpid()} {outcome}\n")
 
-    def _begin(self) -> Driver:
-        token = fencing.assigned(ClusterKeys(self._ctx.config.cluster_name), self._ctx.job, self._ctx.assignment)
-        epoch = fencing.raise_epoch(self.etcd, self._ctx.keys, self._id, token).number
-        generation = fencing.begin_driver(self.etcd, self._ctx.keys, epoch, self._id, token)
-        return Driver(epoch, generation, self._ctx.assignment, socket.gethostname(), os.getpid())
+    def put(self, *ops: Op) -> None:
+        """One write of the driver, with further changes. Raises as ``FencedWriter.write``."""
+        driver, writer = self.begun(), self.fenced()
+        self._writes += 1
+        key = f"{_prefix(self._ctx.job)}{driver.generation}-{driver.host}-{self._writes}"
+        writer.write(Op.put(key, json.dumps(vars(driver)).encode()), *ops)
+
+    def fenced(self) -> FencedWriter:
+        driver = self.begun()
+        return FencedWriter.of_driver(self.etcd, self._ctx.keys, driver.epoch, driver.generation)
+
+    def begun(self) -> Driver:
+        """The driver, which begins with the first call that succeeds. Raises Fenced, Conflict and EtcdUnavailable."""
+        if self._driver is None:
+            token = fencing.assigned(ClusterKeys(self._ctx.config.cluster_name), self._ctx.job, self._ctx.assignment)
+            epoch = fencing.raise_epoch(self.etcd, self._ctx.keys, self._id, token).number
+            generation = fencing.begin_driver(self.etcd, self._ctx.keys, epoch, self._id, token)
+            self._driver = Driver(epoch, generation, self._ctx.assignment, socket.gethostname(), os.getpid())
+        return self._driver
 
 
 def tried(cfg: Config, outcome: str) -> int:
@@ -141,7 +157,7 @@ def main() -> None:
 
 
 def _prefix(job: str) -> str:
-    return f"{PREFIX}{job}/"
+    return f"{Keys(job).root}{PREFIX}"
 
 
 def _tried(cfg: Config) -> Path:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from chaos_tests.event_log import EventLog
+from chaos_tests.model.host_spec import CORDONED, USED
 from chaos_tests.model.operation import ABSENT, FINAL
 from chaos_tests.traffic.cluster_changes import ClusterCalls, Target
 from chaos_tests.traffic.traffic import Traffic
@@ -66,6 +67,28 @@ class PoolSizes(JobClients):
         if choose.random() < self._writes:
             return self.calls.pool.patch(url, choose.choice(self._sizes), client=replica).status == 200
         return self.calls.pool.read(url, client=replica)
+
+
+class HostSpecs(JobClients):
+    """Read and change whether hosts are used: mostly they are, so that there is one for what is to run. At the end each
+    is."""
+
+    def __init__(self, target: Target, seed: int, *, pause_s: float = 2.0, log: EventLog | None = None) -> None:
+        super().__init__(target, seed, pause_s=pause_s, log=log)
+
+    def act(self, replica: str, choose: random.Random) -> bool:
+        host = choose.choice([*self.calls.target.hosts])
+        if choose.random() < 0.5:
+            return self.calls.wanted(replica, host, replica)
+        return self.calls.want(replica, host, choose.choices((USED, CORDONED), (2, 1))[0], replica)
+
+    def close(self) -> None:
+        self.stop()
+        for host in self.calls.target.hosts:
+            for _ in range(_TRIES):
+                if any(self.calls.want(replica, host, USED, "last") for replica in self.calls.target.urls):
+                    break
+        super().close()
 
 
 class Silences(JobClients):

@@ -66,11 +66,15 @@ class Traffic(ABC):
                    what=f"{n} more accepted calls of {type(self).__name__}")
         self._raise()
 
-    def close(self) -> None:
-        """Ends it. Raises what has ended a worker."""
+    def stop(self) -> None:
+        """Returns once its threads have ended."""
         self._stopping.set()
         for thread in self._threads:
             thread.join(_JOIN_S)
+
+    def close(self) -> None:
+        """Ends it. Raises what has ended a worker."""
+        self.stop()
         if self._owns_recorder:
             self.recorder.close()
         self._raise()

@@ -1,4 +1,4 @@
-"""The traffic of scenarios by its names: what goes on on a cluster of one host while faults happen to its job.
+"""The traffic of scenarios by its names: what goes on on a cluster of the run's own while faults happen to its job.
 
 ``scales``, ``drains`` and ``restarts`` change what the job runs on. A scenario has them only where its faults bear
 that: one that kills an engine waits for as many as the job's settings say, so ``scales`` goes no lower, and no number
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from chaos_tests.event_log import EventLog
 from chaos_tests.target import Target
 from chaos_tests.traffic.cluster_changes import Target as ApiTarget
-from chaos_tests.traffic.job_clients import PoolSizes, Requests, Silences
+from chaos_tests.traffic.job_clients import HostSpecs, PoolSizes, Requests, Silences
 from chaos_tests.traffic.pool_changes import POOL
 from chaos_tests.traffic.traffic import Traffic
 from chaos_tests.traffic.watchers import Watcher
@@ -36,7 +36,7 @@ class Workload:
 def _api(target: Target) -> ApiTarget:
     info = target.info
     return ApiTarget({f"replica {n}": url for n, url in enumerate(info.coordinators)}, target.cfg.job,
-                     {"Authorization": f"Bearer {info.token('operator')}"}, tls.trust(info.ca_file))
+                     {"Authorization": f"Bearer {info.token('operator')}"}, tls.trust(info.ca_file), target.hosts)
 
 
 def _engines(target: Target) -> int:
@@ -56,6 +56,8 @@ WORKLOADS: Mapping[str, Workload] = {
     "scales": Workload(lambda t, seed, log: PoolSizes(
         _api(t), seed, [_engines(t), _engines(t) + 1], writes=0.05, log=log),
         "clients scale the pool out by one engine, and in again", changes=True),
+    "hosts": Workload(lambda t, seed, log: HostSpecs(_api(t), seed, log=log),
+                      "clients cordon test hosts, and have them used again", changes=True),
     "drains": Workload(lambda t, seed, log: Requests(
         _api(t), seed, "engines/{engine}/drain", {"replace": True}, pause_s=_SELDOM_S, log=log),
         "clients have engines replaced", changes=True),

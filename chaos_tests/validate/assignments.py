@@ -1,57 +1,68 @@
-"""I1 and I12 of light runs (``traffic.driver_writes``), beside what ``fencing`` says of assignments: only the driver of
-the host that holds a run writes."""
+"""I1 of writes in the place of a driver (``traffic.driver_writes``): only the newest driver of the host that holds a
+run writes. A job that computes has none of them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import pairwise
+from typing import ClassVar
 
-from chaos_tests.event_log import Kind
-from chaos_tests.observation import Change
+from chaos_tests.event_log import Event
 from chaos_tests.traffic.driver_writes import PREFIX, Driver
-from chaos_tests.validate.fencing import Assignments, Held
-from chaos_tests.validate.replay import Replay, Transaction
+from chaos_tests.validate.replay import Transaction, below
+from chaos_tests.validate.verdict import Checker
 from elastic_rl.etcd.cluster_records import driver_of
 from elastic_rl.etcd.keys import ClusterKeys
 
+_ASSIGNMENTS = below(ClusterKeys("c").assignments_prefix())
 
-class LightWrites(Assignments):
-    """Each write of a light run is of the driver on the host that holds it, in the present generation."""
 
-    keys = (*Assignments.keys, PREFIX)
-    judges = "assignments, and writes of drivers"
+class LightWrites(Checker):
+    """Each write is of the driver on the host that holds the run, in the present generation of its assignment, and of
+    none that a later one has followed."""
 
-    def __init__(self, keys: ClusterKeys) -> None:
+    rule = "I1"
+    keys: ClassVar[tuple[str, ...]] = (_ASSIGNMENTS, PREFIX)
+    judges = "writes in the place of a driver"
+
+    def __init__(self) -> None:
         super().__init__()
-        self._keys = keys
+        self._held, self._last = dict[str, tuple[int, str]](), dict[str, Driver]()
+        """Generation and host of each assignment by its key; the newest driver by the root of its job."""
+        self._cluster = ""
+
+    def begin(self, run: Event) -> None:
+        super().begin(run)
+        self._cluster = str(self.settings.get("cluster") or "")
+
+    def gap(self, first: int, last: int) -> None:
+        self._held.clear()
 
     def transaction(self, found: Transaction) -> None:
-        super().transaction(found)
+        for step in found.steps:
+            if step.name.startswith(_ASSIGNMENTS):
+                before = (0, "") if step.created else self._held.pop(step.key, None)
+                if step.put and before is not None:
+                    self._held[step.key] = (before[0] + 1, str(step.new.get("host", "")))
         for step in found.steps:
             if step.put and step.name.startswith(PREFIX):
+                driver, last = Driver(**step.new), self._last.get(step.scope)
+                self._last[step.scope] = driver
                 self.judged += 1
-                driver, job = Driver(**json.loads(step.value)), step.key.removeprefix(PREFIX).partition("/")[0]
-                now = self.held(self._keys.assignment(driver_of(job))) or Held(0, "", "")
-                if (driver.assignment, driver.host) != (now.generation, now.host):
+                if last is not None:
+                    for problem in superseded([last, driver]):
+                        self.violated(f"{step.at()}: {problem}", step.event)
+                now = self._held.get(ClusterKeys(self._cluster or step.job).assignment(driver_of(step.job)))
+                if now is not None and (driver.assignment, driver.host) != now:
                     self.violated(f"{step.at()}: a driver on {driver.host} of generation {driver.assignment} has "
-                                  f"written while {now.host or 'no host'} has generation {now.generation}", step.event)
-
-
-def check(changes: Sequence[Change], keys: ClusterKeys) -> list[str]:
-    """What is wrong with the assignments, and with the writes of light runs. ``changes``: of all keys, from a revision
-    on at which nothing was assigned yet."""
-    checker = LightWrites(keys)
-    replay = Replay([checker])
-    for change in changes:
-        replay.change({"kind": Kind.CHANGE, **asdict(change)})
-    replay.flush()
-    return [violation.what for violation in checker.violations]
+                                  f"written while {now[1] or 'no host'} has generation {now[0]}", step.event)
 
 
 def superseded(drivers: Sequence[Driver]) -> list[str]:
     """The drivers that have written although a later one had begun. ``drivers``: in the order of their writes."""
-    return [f"{one} wrote before {following}" for one, following in pairwise(drivers) if not (
+    return [f"{one} wrote before {following}" for one, following in pairwise(drivers) if one != following and not (
         one.epoch < following.epoch and one.generation < following.generation
         and one.assignment <= following.assignment)]
+
+
+CHECKERS: tuple[type[Checker], ...] = (LightWrites,)

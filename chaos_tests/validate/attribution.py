@@ -120,7 +120,7 @@ class _Account:
     left: int
     """Alerts of ``main`` that it may still give."""
     others: set[tuple[str, str]] = field(default_factory=set)
-    """Components of ``also``, with the subject, that had their alert."""
+    """Components, with the subject, that had their alert."""
     consequences: set[tuple[str, str]] = field(default_factory=set)
     """(kind, subject) of those that it has given."""
 
@@ -142,6 +142,7 @@ class _Account:
         of, one = parts(kind), (kind.partition(".")[0], subject)
         if self.left and (of & self.main or names(self.fault, subject)):
             self.left -= 1
+            self.others.add(one)
             return True
         if of & self.also and one not in self.others:
             self.others.add(one)
@@ -166,8 +167,8 @@ class Attribution:
 
 def attributed(alerts: Iterable[Event], faults: Iterable[Event]) -> Attribution:
     """``alerts``: the records of those that fired; ``faults``: those that happened. Of the faults that may account for
-    an alert it is one that names its subject, or one of just this part, or the one whose time is over first, so that
-    the others are left for later alerts."""
+    an alert it is one that names its subject, or one of just this part, or one that has to give an alert, or the one
+    whose time is over first, so that the others are left for later alerts."""
     accounts = [_Account.of(fault) for fault in faults]
     pairs, left_over = list[tuple[Event, Event]](), list[Event]()
     alerts = sorted(alerts, key=lambda alert: float(alert["since"]))
@@ -175,7 +176,7 @@ def attributed(alerts: Iterable[Event], faults: Iterable[Event]) -> Attribution:
         at = float(alert["since"])
         found = sorted((account for account in accounts if under_way(account.fault, at)), key=lambda account: (
             not names(account.fault, str(alert["subject"])), not parts(str(alert["kind"])) & account.main,
-            ended(account.fault)))
+            not gives_alert(account.fault), ended(account.fault)))
         account = next((account for account in found if account.takes(alert)), None)
         if account is None:
             left_over.append(alert)

@@ -21,6 +21,7 @@ from chaos_tests.validate.attribution import (
     explains,
     is_of_fault,
     seen_in,
+    struck,
     under_way,
     victims,
 )
@@ -44,8 +45,8 @@ _NOTICE_S = 60.0
 _FIRST_S = 5.0
 """Longest from an alert's begin to its first notice: one that fires later before the end of a log may have none."""
 _STATUS, _ALERTS = below(Keys("j").job_status()), below(Keys("j").alerts_prefix())
-_NOTIFY = frozenset({Part.COORDINATORS, Part.ETCD})
-"""The parts by which alerts are notified."""
+_SENDERS = frozenset({Part.COORDINATORS, Part.ETCD, Part.HOSTS})
+"""Parts without which a notice is not sent, or not recorded as sent."""
 COMPARED_SHARE = 0.8
 """Least share of the steps on the newest weights that have to compare log-probs, where no more are missing than there
 were faults: what a step has measured is lost with the loop that did it."""
@@ -330,7 +331,7 @@ class Alerts(FaultChecker):
     def _delivered(self, end: Event | None) -> None:
         """A notice is delivered at least once: one more time where the leader, or etcd, is lost between its sending and
         the record of it."""
-        losses = sum(not _NOTIFY.isdisjoint(seen_in(fault)) for fault in self.happened)
+        losses = sum(not _SENDERS.isdisjoint(struck(fault)) for fault in self.happened)
         for (key, phase), notices in self._notices.items():
             if len(notices) > 1 + losses:
                 self.violated(f"{phase} of the alert {notices[0]['alert']} of {notices[0]['subject']} was notified "

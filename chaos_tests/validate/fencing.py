@@ -146,10 +146,6 @@ class Assignments(Checker):
                     self.violated(f"{step.at()} was written under generation {written} in generation {now.generation}",
                                   step.event)
 
-    def held(self, key: str) -> Held | None:
-        """The assignment under a key; None where it is not known."""
-        return self._held.get(key)
-
     def _assigned(self, found: Transaction, step: Step) -> None:
         before = self._held.pop(step.key, None)
         if not step.put:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.history import Operation
 from chaos_tests.model import linearizability
-from chaos_tests.model.models import MODELS
+from chaos_tests.model.host_spec import wanted_of_host
+from chaos_tests.model.models import MODELS, NUMBER, POOL
+from chaos_tests.model.number import READ, WRITE
+from chaos_tests.validate.replay import Transaction, below
 from chaos_tests.validate.verdict import RUN, Checker
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 
+_POOLS, _HOSTS = below(Keys("j").pools_prefix()), below(ClusterKeys("c").host_specs_prefix())
 _FIELDS = ("client", "key", "call", "argument", "began_s", "ended_s", "result")
 
 
@@ -19,11 +25,28 @@ class Histories(Checker):
     """No key has operations that cannot have happened in any order, by the rule of their model."""
 
     reads = frozenset({Kind.OPERATION})
+    keys: ClassVar[tuple[str, ...]] = (_POOLS, _HOSTS)
     lacks = "the log has no operations of clients"
 
     def __init__(self) -> None:
         super().__init__()
         self._by_model = defaultdict[str, list[Operation]](list)
+        self._observed = defaultdict[tuple[str, str], dict[int, int]](dict)
+        """What a number was changed to, by revision: by its model and key."""
+        self._gaps = False
+
+    def gap(self, first: int, last: int) -> None:
+        self._gaps = True
+
+    def transaction(self, found: Transaction) -> None:
+        for step in found.steps:
+            if not step.put or not step.new:
+                continue
+            if step.name.startswith(_POOLS) and step.name.endswith("/spec") and "desired" in step.new:
+                pool = step.name.removeprefix(_POOLS).partition("/")[0]
+                self._observed[POOL, pool][step.revision] = int(step.new["desired"])
+            elif step.name.startswith(_HOSTS):
+                self._observed[NUMBER, step.name.removeprefix(_HOSTS)][step.revision] = wanted_of_host(step.new)
 
     def see(self, event: Event) -> None:
         name = str(event.get("model") or "")
@@ -36,11 +59,24 @@ class Histories(Checker):
         for name, history in sorted(self._by_model.items()):
             try:
                 # Operations on different keys do not depend on one another, and a key may be that of several models.
-                for violation in linearizability.check(MODELS[name].model, history):
+                for violation in linearizability.check(MODELS[name].model, self._possible(name, history)):
                     self.violated(str(violation), *({"kind": Kind.OPERATION.value, "model": name, **asdict(operation)}
                                                     for operation in violation.stuck))
             except linearizability.Undecided as e:
                 self.violated(f"the history of {name} is not decided: {e}", rule=RUN)
+
+    def _possible(self, model: str, history: Sequence[Operation]) -> list[Operation]:
+        """The history without the unknown writes of a number that never happened."""
+        if self._gaps:
+            return [*history]
+        by_key = defaultdict[str, list[Operation]](list)
+        for operation in history:
+            by_key[operation.key].append(operation)
+        found = list[Operation]()
+        for key, of_key in by_key.items():
+            seen = self._observed.get((model, key))
+            found += with_observed(of_key, seen) if seen else of_key
+        return found
 
     def evidence(self) -> str:
         return f"{self.judged:,} operations of clients, by {', '.join(sorted(self._by_model))}" if self.judged else ""
@@ -69,6 +105,20 @@ class KnownModels(Checker):
         super().finish(end)
         for name, count in sorted(self._unknown.items()):
             self.violated(f"no model is called {name!r}: {count} operations are not judged")
+
+
+def with_observed(history: Sequence[Operation], observed: Mapping[int, int]) -> list[Operation]:
+    """The history of a number without the unknown writes that never happened: those to which the observer saw no change
+    beside those of acknowledged writes. The search would have to try each of them everywhere. ``observed``: what the
+    number was changed to, by revision. Pure."""
+    told = {o.result[1] for o in history if o.call == WRITE and o.ended_s is not None}
+    unexplained = {value for revision, value in observed.items() if revision not in told}
+    return [o for o in history if o.ended_s is not None or o.call == READ or _written(o) in unexplained]
+
+
+def _written(operation: Operation) -> Any:
+    """The number of a write, which may have an idempotency key beside it."""
+    return operation.argument[0] if isinstance(operation.argument, tuple | list) else operation.argument
 
 
 def _hashable(value: Any) -> Any:

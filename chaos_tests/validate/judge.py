@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate import (
+    assignments,
     ending,
     faults,
     fencing,
@@ -28,8 +29,8 @@ from chaos_tests.validate.replay import Replay
 from chaos_tests.validate.verdict import MOST_SHOWN, RULES, RUN, Checker, State, Verdict, Violation
 
 OF_STORE: Sequence[type[Checker]] = (
-    *watches.CHECKERS, *leadership.CHECKERS, *fencing.CHECKERS, *versions.CHECKERS, *lifecycles.CHECKERS,
-    *groups.CHECKERS)
+    *watches.CHECKERS, *leadership.CHECKERS, *fencing.CHECKERS, *assignments.CHECKERS, *versions.CHECKERS,
+    *lifecycles.CHECKERS, *groups.CHECKERS)
 """The checkers that judge any history of etcd, also one of parts without a job."""
 CHECKERS: Sequence[type[Checker]] = (
     *faults.CHECKERS, *recoveries.CHECKERS, *training.CHECKERS, *weights.CHECKERS, *OF_STORE, *running.CHECKERS,

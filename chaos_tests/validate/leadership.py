@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
-from chaos_tests.event_log import Event, Kind
-from chaos_tests.observation import Change
-from chaos_tests.validate.replay import FIRST_REVISION, Replay, Step, Transaction, below
+from chaos_tests.event_log import Event
+from chaos_tests.validate.replay import FIRST_REVISION, Step, Transaction, below
 from chaos_tests.validate.verdict import Checker
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 
@@ -149,36 +146,6 @@ def _writer(name: str, record: Mapping[str, Any]) -> str:
         if record.get("kind") == "leader.elected":
             return str(record.get("subject", ""))
     return ""
-
-
-@dataclass
-class Led:
-    """Who led, and what a pool was set to, in a history that begins with its cluster. ``faults`` is empty if I1 held.
-    """
-
-    faults: list[str] = field(default_factory=list)
-    terms: list[tuple[int, str]] = field(default_factory=list)
-    """(first revision, replica) of each term, by the candidate keys."""
-    announced: list[str] = field(default_factory=list)
-    desired: dict[int, int] = field(default_factory=dict)
-    """The pool's desired number by the revision of its change."""
-
-
-def check(changes: Sequence[Change], keys: Keys, pool: str = "rollout", *, cluster: str = "") -> Led:
-    """What ``Leaders`` says of a job. ``cluster``: name of its cluster, where it has another one than the job."""
-    checker, found = Leaders(first_revision=1), Led()
-    checker.begin({"settings": {"cluster": cluster or keys.job}})
-    replay = Replay([checker])
-    for change in changes:
-        replay.change({"kind": Kind.CHANGE, **asdict(change)})
-        if change.put and change.key == keys.leadership():
-            found.announced.append(json.loads(change.value)["replica"])
-        elif change.put and change.key == keys.pool_spec(pool):
-            found.desired[change.revision] = json.loads(change.value)["desired"]
-    replay.flush()
-    found.terms = checker.terms(ClusterKeys(cluster or keys.job).root)
-    found.faults = [violation.what for violation in checker.violations]
-    return found
 
 
 CHECKERS: tuple[type[Checker], ...] = (Leaders,)

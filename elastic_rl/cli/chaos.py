@@ -90,7 +90,7 @@ RecoveryMinutes = Annotated[float, typer.Option("--recovery-minutes", min=0.1, m
 def list_(output: Output = Format.TABLE) -> None:
     """List the scenarios, the faults that they draw from, their traffic, and the simulated worlds."""
     from chaos_tests.faults.catalogue import FAULTS
-    from chaos_tests.scenarios import SCENARIOS, Tier
+    from chaos_tests.scenarios import SCENARIOS
     from chaos_tests.sim.worlds import WORLDS
     from chaos_tests.traffic.workloads import WORKLOADS
     rows: list[dict[str, Any]] = [
@@ -100,8 +100,8 @@ def list_(output: Output = Format.TABLE) -> None:
         for s in SCENARIOS.values()]
     rows += [{"kind": "fault", "name": name, "where": entry.part.value, "what": entry.what, "weight": entry.weight,
               "takes_all": entry.takes_all} for name, entry in FAULTS.items()]
-    rows += [{"kind": "traffic", "name": name, "where": Tier.ONE_HOST.value, "what": load.what}
-             for name, load in WORKLOADS.items()]
+    rows += [{"kind": "traffic", "name": name, "what": load.what, "where": ", ".join(sorted(
+        {s.tier.value for s in SCENARIOS.values() if name in s.traffic}))} for name, load in WORKLOADS.items()]
     rows += [{"kind": "world", "name": name, "where": "sim", "what": world.what} for name, world in WORLDS.items()]
     tables.show(out, rows, _COLUMNS, output)
 
@@ -339,13 +339,13 @@ def _drawn(scenario: str, seed: int, *, minutes: float, steps: int, faults: int 
            radius: BlastRadius | None, settings: Sequence[str]) -> Schedule:
     from chaos_tests import blast_radius
     from chaos_tests.faults.catalogue import met
-    from chaos_tests.scenarios import SCENARIOS
+    from chaos_tests.scenarios import SCENARIOS, Tier
     of = SCENARIOS[scenario]
     if not of.faults and faults:
         raise ConfigError(f"the scenario {scenario} has no faults", hint="leave --faults out, or choose another one")
     if target is None or radius is None:
         from chaos_tests.target import own_config
-        has = met(own_config(Path(), of.settings, settings, seed=seed))
+        has = met(own_config(Path(), of.settings, settings, seed=seed), hosts=of.tier is Tier.TEST_HOSTS)
         allowed = [name for name in of.faults if not blast_radius.unmet(name, has)]
     else:
         if steps or not (minutes or of.minutes):
@@ -366,12 +366,15 @@ def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, baseline: 
          output: Format) -> None:
     from chaos_tests import blast_radius, runner
     from chaos_tests.faults.catalogue import met
+    from chaos_tests.scenarios import Tier
     from chaos_tests.target import own_config
     for word in schedule.settings:
         if (name := word.partition("=")[0]) in _OF_ITS_OWN:
             raise ConfigError(f"{word}: a run on a cluster of its own takes no {name}: {_OF_ITS_OWN[name]}",
                               hint="leave it out")
-    has = met(own_config(Path(), runner.scenario_of(schedule).settings, schedule.settings, seed=schedule.seed))
+    scenario = runner.scenario_of(schedule)
+    has = met(own_config(Path(), scenario.settings, schedule.settings, seed=schedule.seed),
+              hosts=scenario.tier is Tier.TEST_HOSTS)
     if unmet := {name: why for strike in schedule.strikes for name in strike.faults
                  if (why := blast_radius.unmet(name, has))}:
         raise ConfigError("the schedule has faults that are not possible here: " + "; ".join(

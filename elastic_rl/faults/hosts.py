@@ -1,8 +1,8 @@
 """Faults of the hosts of a cluster in namespaces of this machine (``host.test_hosts``), and of what runs on them.
 
-A fault lasts until the control plane has reported it, or for a time where there is nothing to report; the first call
-of ``healed`` ends it. ``restore`` finds what was done to hosts, also by another process; processes that are stopped are
-noted (``undo``).
+A fault lasts until the control plane has reported it, or for a time where there is nothing to report; ``healed`` ends
+it then. ``restore`` finds what was done to hosts, also by another process; processes that are stopped are noted
+(``undo``).
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from typing import Any
 
 import psutil
 
+from elastic_rl.config import Config
+from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient, KeyValue
 from elastic_rl.etcd.cluster_records import Assignment, HostPhase, HostState, HostStatus, RunState, driver_of
-from elastic_rl.etcd.decoding import readable_one
-from elastic_rl.etcd.keys import ClusterKeys
-from elastic_rl.etcd.records import Leader
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, command, kill
+from elastic_rl.etcd.decoding import readable, readable_one
+from elastic_rl.etcd.keys import ClusterKeys, Keys
+from elastic_rl.etcd.records import DcsNode, Leader
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, kill
 from elastic_rl.faults.undo import Undo, UndoRegistry
 from elastic_rl.host.test_hosts.cluster_hosts import ClusterHosts
 from elastic_rl.host.test_hosts.impaired_link import Impairment
@@ -54,18 +56,19 @@ class Victim(StrEnum):
     """None of those, where there is one."""
 
 
-class HostsContext:
-    """The hosts of a cluster, what its etcd has of them, and which of them have a fault now."""
+class HostsContext(FaultContext):
+    """The hosts of a cluster with a job, what its etcd has of them, and which of them have a fault now."""
 
-    def __init__(self, hosts: ClusterHosts, etcd: EtcdClient, keys: ClusterKeys, job: str, control_hosts: int, *,
-                 undo: UndoRegistry, works: Callable[[int], bool] = lambda generation: True) -> None:
-        """``etcd``: a client beside the hosts, of all members. ``control_hosts``: how many hosts have a member and a
-        coordinator. ``undo``: where what has to be undone is noted before it is done. ``works``: whether the run does
+    def __init__(self, hosts: ClusterHosts, cfg: Config, etcd: EtcdClient, api: AdminClient, control_hosts: int, *,
+                 undo: UndoRegistry | None = None, works: Callable[[int], bool] = lambda generation: True) -> None:
+        """``etcd``: a client beside the hosts, of all members, which soon says that none answers. ``control_hosts``:
+        how many hosts have a member and a coordinator. ``undo``: as of any context. ``works``: whether the run does
         something that was assigned in a generation."""
-        self.hosts, self.etcd, self.keys, self.job, self.control_hosts = hosts, etcd, keys, job, control_hosts
-        self.undo, self._works = undo, works
+        super().__init__(cfg, etcd, Keys(cfg.job), api, undo=undo)
+        self.hosts, self.cluster_keys, self.control_hosts = hosts, ClusterKeys(cfg.cluster_name), control_hosts
+        self._works = works
         self._names = {host.address: host.name for host in hosts.all()}
-        self._taken, self._lock = set[str](), threading.Lock()
+        self._taken_hosts, self._lock = set[str](), threading.Lock()
 
     @property
     def isolated(self) -> IsolatedHosts:
@@ -79,48 +82,58 @@ class HostsContext:
         return [name for name in self.names if name != host]
 
     # -- victims ------------------------------------------------------------------------------------------------------
-    def take(self, victim: Victim) -> str:
+    def take_host(self, victim: Victim) -> str:
         """A host that is this victim now and has no other fault, which it has from now on; "" while there is none."""
         with self._lock:
-            found = next((name for name in self.candidates(victim) if name not in self._taken), "")
+            found = next((name for name in self.candidates(victim) if name not in self._taken_hosts), "")
             if found:
-                self._taken.add(found)
+                self._taken_hosts.add(found)
             return found
 
     def release(self, host: str) -> None:
         with self._lock:
-            self._taken.discard(host)
+            self._taken_hosts.discard(host)
 
     def candidates(self, victim: Victim) -> list[str]:
         """Raises EtcdUnavailable."""
         match victim:
             case Victim.LEADER:
-                found = [self.leader()]
+                found = [self.leader_host()]
             case Victim.ETCD_LEADER:
                 found = [self.etcd_leader()]
             case Victim.HOLDER:
                 found = [self.holder()]
             case Victim.BYSTANDER:
-                busy = {self.leader(), self.etcd_leader(), self.holder()}
+                busy = {self.leader_host(), self.etcd_leader(), self.holder()}
                 found = sorted(self.names, key=lambda name: name in busy)
         return [name for name in found if name in self.names]
 
-    def leader(self) -> str:
+    def leader_host(self) -> str:
         """The host whose coordinator leads; "" while none does."""
         leads = readable_one(self.leads(), Leader)
         return self._host_of(leads.url) if leads else ""
 
     def leads(self) -> KeyValue | None:
         """The candidacy that leads."""
-        return min(self.etcd.range(self.keys.leader_prefix())[0], key=lambda kv: kv.create_revision, default=None)
+        candidates = self.etcd.range(self.cluster_keys.leader_prefix())[0]
+        return min(candidates, key=lambda kv: kv.create_revision, default=None)
 
     def etcd_leader(self) -> str:
         return next((self._host_of(s.endpoint) for s in self.etcd.statuses() if s.is_leader), "")
 
     def holder(self) -> str:
         """The host that the run is assigned to; "" while it is to none."""
-        held = readable_one(self.etcd.get(self.keys.assignment(driver_of(self.job))), Assignment)
+        held = readable_one(self.etcd.get(self.cluster_keys.assignment(driver_of(self.cfg.job))), Assignment)
         return held.host if held is not None else ""
+
+    def names_on(self, host: str) -> list[str]:
+        """What the product calls a host and what it has of the cluster and of the job. Raises EtcdUnavailable."""
+        address = self.isolated.address(host)
+        leaders = readable(self.etcd.range(self.cluster_keys.leader_prefix())[0], Leader)
+        nodes = readable(self.etcd.range(self.keys.dcs_nodes_prefix())[0], DcsNode)
+        return [host, *(leader.replica for leader, _ in leaders if self._host_of(leader.url) == host),
+                *(node.id for node, _ in nodes if node.host == address),
+                *(endpoint for endpoint in self.etcd.endpoints if endpoint.startswith(f"{address}:"))]
 
     def _host_of(self, url: str) -> str:
         return next((name for address, name in self._names.items() if f"/{address}:" in f"/{url}"), "")
@@ -128,55 +141,63 @@ class HostsContext:
     # -- how the cluster is -------------------------------------------------------------------------------------------
     def phase(self, host: str) -> HostPhase | None:
         """Raises EtcdUnavailable."""
-        state = readable_one(self.etcd.get(self.keys.host_state(host)), HostState)
+        state = readable_one(self.etcd.get(self.cluster_keys.host_state(host)), HostState)
         return state.phase if state is not None else None
 
-    def missing(self) -> str:
-        """What the cluster does not have that it has without faults; "": nothing. Raises EtcdUnavailable."""
+    def missing(self, *, run: bool = True) -> str:
+        """What the cluster does not have that it has without faults; "": nothing. ``run``: whether the run of the job
+        has to be there. Raises EtcdUnavailable."""
         for name in self.names:
             phase = self.phase(name)
-            if phase is None or phase in _AWAY or self.etcd.get(self.keys.host(name)) is None:
+            if phase is None or phase in _AWAY or self.etcd.get(self.cluster_keys.host(name)) is None:
                 return f"host {name}, which is {phase or 'unknown'}"
         members = self.etcd.members()
         if len(members) < self.control_hosts or any(member.is_learner or not member.name for member in members):
             return "the vote of a member of etcd"
         if silent := [status.endpoint for status in self.etcd.statuses() if status.error]:
             return f"the member of etcd at {', '.join(silent)}"
-        if len(self.etcd.range(self.keys.leader_prefix())[0]) < self.control_hosts:
+        if len(self.etcd.range(self.cluster_keys.leader_prefix())[0]) < self.control_hosts:
             return "a coordinator"
-        return "" if self.runs_on(self.holder()) else "the run"
+        return "" if not run or self.runs_on(self.holder()) else "the run"
 
     def runs_on(self, host: str) -> bool:
         """Whether the run is assigned to the host, its agent says that it runs, and it works. Raises
         EtcdUnavailable."""
-        assigned = self.etcd.get(self.keys.assignment(driver_of(self.job)))
+        assigned = self.etcd.get(self.cluster_keys.assignment(driver_of(self.cfg.job)))
         held = readable_one(assigned, Assignment)
-        status = readable_one(self.etcd.get(self.keys.host_status(host)), HostStatus) if host else None
-        run = status.services.get(driver_of(self.job)) if status is not None else None
+        status = readable_one(self.etcd.get(self.cluster_keys.host_status(host)), HostStatus) if host else None
+        run = status.services.get(driver_of(self.cfg.job)) if status is not None else None
         return (assigned is not None and held is not None and held.host == host and run is not None
                 and run.state is RunState.RUNNING and run.generation == assigned.version
                 and self._works(assigned.version))
 
-    def processes(self, host: str, part: str) -> list[psutil.Process]:
+    def processes_on(self, host: str, part: str) -> list[psutil.Process]:
         """The processes on a host with a word in their command line."""
         return [process for process in self.isolated.processes(host) if part in command(process)]
 
 
 def restore(hosts: ClusterHosts) -> None:
     """Ends every fault of the hosts: what is stopped goes on, what is cut off, blocked or impaired has its network
-    again, what is off comes back. Returns once the cluster has them all. Raises as ``ClusterHosts.up``."""
+    again, what is off comes back, and the cluster has it then. Raises as ``ClusterHosts.up``."""
     isolated = hosts.isolated
     for name in isolated.names:
         for process in isolated.processes(name):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.status() == psutil.STATUS_STOPPED:
                     process.resume()
-    hosts.up()
+    if any(isolated.init(name) is None for name in isolated.names):
+        hosts.up()
+        return
+    for name in isolated.names:
+        hosts.heal(name)
 
 
 class HostFault(ABC):
     """A fault of one host, which others no longer hear."""
 
+    may_go_unnoticed = False
+    look_s = 0.25
+    """Least time between two looks at the cluster, each of which is many calls of etcd, or reads all processes."""
     until: tuple[HostPhase, ...] = (HostPhase.LOST,)
     """Phases of the host by which the leader reports it."""
     kind = ""
@@ -184,14 +205,21 @@ class HostFault(ABC):
     def __init__(self, context: HostsContext, victim: Victim) -> None:
         self.context, self.victim = context, victim
         self.name, self.host, self.said = f"{victim}_host_{self.kind}", "", ""
-        self._ended, self._unanswered_since = False, 0.0
+        self._ended, self._unanswered_since, self._look_at = False, 0.0, 0.0
+
+    @property
+    def state(self) -> str:
+        return self.victim.value
 
     def inject(self) -> tuple[str, str]:
-        self._ended = False  # it is tried again where etcd did not answer
-        self.host = wait_until(lambda: self.context.take(self.victim), timeout_s=INJECT_TIMEOUT_S, poll_s=0.1,
+        self._ended = False  # it is begun again where etcd did not answer
+        self.host = wait_until(lambda: self.context.take_host(self.victim), timeout_s=INJECT_TIMEOUT_S, poll_s=0.1,
                                what=f"the host that is the {self.victim}")
         try:
-            return f"{self.victim} on {self.host}", self._begin()
+            self._prepare()
+            target = f"{self.victim} on {', '.join(self.context.names_on(self.host))}"
+            with self.context.striking(f"{self.name} of {self.host}"):
+                return target, self._begin()
         except ElasticRLError:
             self._end_once()
             raise
@@ -210,15 +238,25 @@ class HostFault(ABC):
     def healed(self) -> bool:
         self._end_once()
         try:
-            return not self.context.missing()
+            return self._is_due() and not self.context.missing()
         except EtcdUnavailable:
             return False
+
+    def _is_due(self) -> bool:
+        """Whether it is time for another look."""
+        now = time.monotonic()
+        if due := now >= self._look_at:
+            self._look_at = now + self.look_s
+        return due
 
     def _end_once(self) -> None:
         if not self._ended:
             self._end()
             self._ended = True
             self.context.release(self.host)
+
+    def _prepare(self) -> None:  # noqa: B027 -- most need to know nothing
+        """Reads what it needs to know before anything is done. Raises EtcdUnavailable."""
 
     @abstractmethod
     def _begin(self) -> str:
@@ -239,6 +277,27 @@ class HostFault(ABC):
         if bool(there.arrived) != sends or bool(back.arrived) != hears:
             raise FaultNotSeen(f"{self.name}: {self.host} to {other}: {there}; back: {back}")
         return f"{self.host} to {other}: {there}; back: {back}"
+
+
+class LastingFault(HostFault):
+    """A fault that lasts for a time, about which the control plane need not report anything."""
+
+    may_go_unnoticed = True
+
+    def __init__(self, context: HostsContext, victim: Victim, seconds: float) -> None:
+        super().__init__(context, victim)
+        self.seconds, self._until = seconds, 0.0
+
+    def inject(self) -> tuple[str, str]:
+        found = super().inject()
+        self._until = time.monotonic() + self.seconds
+        return found
+
+    def detected(self) -> bool:
+        return False
+
+    def healed(self) -> bool:
+        return time.monotonic() >= self._until and super().healed()
 
 
 class HostCut(HostFault):
@@ -311,20 +370,19 @@ class HostPoweredOff(HostFault):
             self.context.hosts.power_on(self.host)
 
 
-class LinkImpaired(HostFault):
-    """A host's link is slow, late or lossy for a time, about which the control plane need not report anything."""
+class LinkImpaired(LastingFault):
+    """A host's link is slow, late or lossy for a time."""
 
     def __init__(self, context: HostsContext, victim: Victim, kind: str, impairment: Impairment, seconds: float
                  ) -> None:
         self.kind = kind
-        super().__init__(context, victim)
-        self.impairment, self.seconds = impairment, seconds
+        super().__init__(context, victim, seconds)
+        self.impairment = impairment
 
     def _begin(self) -> str:
         other = self._other()
         before = self._measure(other)
         self.context.hosts.impair(self.host, self.impairment)
-        self._began = time.monotonic()
         now = self._measure(other)
         spec = self.impairment
         if (now.delay_s < spec.delay_s or (spec.loss and now.arrived == now.sent)
@@ -335,10 +393,6 @@ class LinkImpaired(HostFault):
     def _measure(self, other: str) -> Arrivals:
         return arrivals(self.context.isolated, other, self.host, count=100, pause_s=0.001)
 
-    def detected(self) -> bool:
-        """Whether it has lasted for its time."""
-        return time.monotonic() >= self._began + self.seconds
-
 
 class ProcessKilled(HostFault):
     """kill -9 of a process on a host, which its agent restarts."""
@@ -348,21 +402,25 @@ class ProcessKilled(HostFault):
         super().__init__(context, victim)
         self.part, self._led = part, 0
 
-    def _begin(self) -> str:
+    def _prepare(self) -> None:
         leads = self.context.leads()
         self._led = leads.create_revision if leads is not None else 0
-        found = [kill(process.pid) for process in self.context.processes(self.host, self.part)]
+
+    def _begin(self) -> str:
+        found = [kill(process.pid) for process in self.context.processes_on(self.host, self.part)]
         if not found:
             raise FaultNotSeen(f"no {self.part} runs on {self.host}")
         return "; ".join(found)
 
     def detected(self) -> bool:
         """Whether another process is in its place, and, where it led, another candidacy does."""
+        if not self._is_due():
+            return False
         try:
             leads = self.context.leads()
         except EtcdUnavailable:
             return False
-        return bool(self.context.processes(self.host, self.part)) and leads is not None and (
+        return bool(self.context.processes_on(self.host, self.part)) and leads is not None and (
             self.part != _COORDINATOR or leads.create_revision > self._led)
 
     def _end(self) -> None:
@@ -379,23 +437,26 @@ def etcd_killed(context: HostsContext) -> ProcessKilled:
     return ProcessKilled(context, Victim.ETCD_LEADER, _ETCD)
 
 
-class EtcdQuorumStopped(HostFault):
+class EtcdQuorumStopped(LastingFault):
     """SIGSTOP of so many members of etcd for a while that the others are no majority: connections stay, and nothing
     answers."""
 
     kind = "etcd_quorum_stopped"
 
     def __init__(self, context: HostsContext, seconds: float) -> None:
-        super().__init__(context, Victim.ETCD_LEADER)
-        self.name, self.seconds, self._stopped = self.kind, seconds, list[dict[str, Any]]()
+        super().__init__(context, Victim.ETCD_LEADER, seconds)
+        self.name, self._stopped = self.kind, list[dict[str, Any]]()
+        self._hosts: Sequence[str] = ()
+        """Those whose members are stopped."""
 
-    def _begin(self) -> str:
+    def _prepare(self) -> None:
         spare = [*self.context.candidates(Victim.BYSTANDER), *self.context.names]
         majority = self.context.control_hosts // 2 + 1
-        hosts: Sequence[str] = [self.host, *dict.fromkeys(name for name in spare if name != self.host)][:majority]
-        self._began = time.monotonic()
-        for host in hosts:
-            for process in self.context.processes(host, _ETCD):
+        self._hosts = [self.host, *dict.fromkeys(name for name in spare if name != self.host)][:majority]
+
+    def _begin(self) -> str:
+        for host in self._hosts:
+            for process in self.context.processes_on(host, _ETCD):
                 self._stopped.append(self.context.undo.note(Undo.CONTINUE, process.pid))
                 process.suspend()
                 wait_until(lambda p=process: p.status() == psutil.STATUS_STOPPED,  # type: ignore[misc]
@@ -403,12 +464,8 @@ class EtcdQuorumStopped(HostFault):
         try:
             self.context.etcd.revision()
         except EtcdUnavailable:
-            return f"the members of etcd on {', '.join(hosts)} were stopped; etcd does not answer"
-        raise FaultNotSeen(f"etcd answers without its members on {', '.join(hosts)}")
-
-    def detected(self) -> bool:
-        """Whether it has lasted for its time."""
-        return time.monotonic() >= self._began + self.seconds
+            return f"the members of etcd on {', '.join(self._hosts)} were stopped; etcd does not answer"
+        raise FaultNotSeen(f"etcd answers without its members on {', '.join(self._hosts)}")
 
     def _end(self) -> None:
         for entry in self._stopped:

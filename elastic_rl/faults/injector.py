@@ -63,10 +63,10 @@ class FaultInjector(threading.Thread):
     away makes it wait, however long."""
 
     def __init__(self, context: FaultContext, records: FaultRecords, plan: Sequence[tuple[Turn, Sequence[Fault]]],
-                 steps: Path, *, overlap: int = 1, heal_timeout_s: float = _HEAL_TIMEOUT_S) -> None:
-        """``steps``: the file with the records of the run's steps. ``overlap``: entries that may be under way at once,
-        before the run has recovered from them. ``heal_timeout_s``: a fault from which the run has not recovered by then
-        is given up."""
+                 *steps: Path, overlap: int = 1, heal_timeout_s: float = _HEAL_TIMEOUT_S) -> None:
+        """``steps``: the files with the records of the run's steps, one a host. ``overlap``: entries that may be under
+        way at once, before the run has recovered from them. ``heal_timeout_s``: a fault from which the run has not
+        recovered by then is given up."""
         super().__init__(name="fault-injector", daemon=True)
         self.context, self.records, self.plan, self.steps = context, records, plan, steps
         self.stopping = threading.Event()
@@ -207,7 +207,7 @@ class FaultInjector(threading.Thread):
 
     def _meanwhile(self, times: dict[str, Any]) -> str:
         end = times["healed_at"] or time.time()
-        steps = [r for r in read_records_since(self.steps, times["injected_at"])
+        steps = [r for path in self.steps for r in read_records_since(path, times["injected_at"])
                  if r["kind"] == "step" and times["injected_at"] <= r["at"] <= end]
         samples = sum(r["samples"] for r in steps)
         try:

@@ -59,6 +59,17 @@ def test_alert_goes_to_the_fault_that_names_its_subject() -> None:
     assert [f["target"] for _, f in found.of] == ["b"] and [f["target"] for f in found.untold] == []
 
 
+def test_alert_goes_to_the_fault_that_has_to_give_one_where_both_strike_one_host() -> None:
+    """A slow link, and then a power cut, of the same host, each of whose parts is lost once."""
+    slow = fault("leader_host_late", 10.0, 30.0, target="leader on host-1, node-0", witness="late")
+    off = fault("leader_host_powered_off", 31.0, 60.0, target="leader on host-1, node-0", witness="off")
+    again = fault("bystander_host_powered_off", 61.0, 90.0, target="bystander on host-1, node-0", witness="off")
+    for one in (slow, off, again):
+        one["may_go_unnoticed"] = one is slow
+    found = attributed([alert("dcs.dead", "node-0", 40.0), alert("dcs.dead", "node-0", 70.0)], [slow, off, again])
+    assert [f["name"] for _, f in found.of] == [off["name"], again["name"]] and not found.untold
+
+
 def test_fault_that_takes_others_with_it_gives_one_alert_of_each() -> None:
     raylet = fault("raylet_killed")
     alerts = [alert(f"{name}.dead", name) for name in ("actor", "rollout", "advantages", "trainer", "engine")]

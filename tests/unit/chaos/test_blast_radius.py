@@ -89,7 +89,7 @@ def test_fault_that_takes_no_replica_needs_no_other_one() -> None:
 
 def test_fault_whose_needs_are_not_met_is_refused() -> None:
     allowed, refused = BlastRadius().allowed({"actor_exited": 1.0, "chunks_torn": 1.0, "engine_killed": 1.0}, PLENTY,
-                                             {Need.OUTSIDE})
+                                             {Need.OUTSIDE, Need.ONE_HOST})
     assert allowed == ["engine_killed"] and "ptrace" in refused["actor_exited"]
     assert "dcs.disk_bytes" in refused["chunks_torn"]
 

@@ -28,9 +28,13 @@ def test_fault_has_the_name_of_its_entry(context: FaultContext, name: str) -> No
 
 
 def test_faults_are_left_out_whose_needs_are_not_met() -> None:
-    assert "trainer_rank_exited" in weights({Need.PTRACE}) and "trainer_rank_exited" not in weights(set())
+    has = {Need.PTRACE, Need.ONE_HOST}
+    assert "trainer_rank_exited" in weights(has) and "trainer_rank_exited" not in weights(has - {Need.PTRACE})
     assert WEIGHTS.keys() < FAULTS.keys()
     assert weights({*Need}).keys() == FAULTS.keys()
+    on_one_host, on_hosts = (weights({*Need} - {other}).keys() for other in (Need.TEST_HOSTS, Need.ONE_HOST))
+    assert on_one_host | on_hosts == FAULTS.keys() and not on_one_host & on_hosts
+    assert "leader_host_apart" in on_hosts and "engine_killed" in on_one_host
 
 
 def test_combinations_that_make_no_sense_are_refused(context: FaultContext) -> None:

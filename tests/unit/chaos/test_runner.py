@@ -25,7 +25,7 @@ from elastic_rl import config
 from elastic_rl.coordinator.alerts.message import compose
 from elastic_rl.coordinator.alerts.receiver_queue import NotificationGroup
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
-from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.errors import EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import Severity
@@ -36,14 +36,14 @@ from elastic_rl.host.paths import JobPaths
 @pytest.mark.parametrize("count", [1, 3, 12])
 @pytest.mark.parametrize("phase", [Phase.FIRING, Phase.RESOLVED])
 def test_notifications_of_the_product_are_read(count: int, phase: Phase) -> None:
-    alerts = [Alert(id=f"id{n}", kind="engine.dead", subject=f"engine {n}", message="it: is dead", phase=phase,
+    alerts = [Alert(id=f"id{n}", kind="engine.dead", subject=f"10.0.0.{n}:2379", message="it: is dead", phase=phase,
                     severity=Severity.ERROR, since=1.0, resolved_at=2.0) for n in range(count)]
     group = NotificationGroup(id="g", phase=phase, alerts=[alert.id for alert in alerts], created_at=1.0)
     found = [*notices(*compose("job", group, alerts))]
     assert {notice.key for notice in found} == {alert.id for alert in alerts} and len(found) == count
     assert {notice.phase for notice in found} == {phase.value}
     if count < 10:
-        assert Notice("engine.dead", "engine 0", phase.value, "id0") in found
+        assert Notice("engine.dead", "10.0.0.0:2379", phase.value, "id0") in found
 
 
 def test_what_is_no_alert_is_no_notice() -> None:
@@ -70,6 +70,7 @@ class Away:
         self.cfg = config.parse({"job": "j", "run_dir": str(folder)})
         self.paths, self.keys, self.cluster_keys = JobPaths.of(self.cfg), Keys("j"), ClusterKeys("j")
         self.paths.folder.mkdir(parents=True)
+        self.folders, self.hosts = (self.paths,), dict[str, str]()
         self.observed = (self.keys.root,)
         self.info = SimpleNamespace(etcd_endpoints=["127.0.0.1:1"])
         self.cluster = SimpleNamespace(here=self.cfg, stop_run=self.away, dir=folder, cfg=self.cfg)
@@ -82,6 +83,12 @@ class Away:
 
     def report(self) -> dict[str, Any]:
         return {"steps": 3}
+
+    def heal(self) -> None:
+        pass
+
+    def stop_job(self) -> None:
+        self.away()
 
     def context(self, undo: object) -> FaultContext:
         return FaultContext(self.cfg, cast(Any, self.etcd), self.keys, cast(Any, self.api))
@@ -184,6 +191,39 @@ def test_job_is_asked_to_stop_once_all_is_back_and_a_step_was_made(
     [stop] = [event for event in map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
               if event["kind"] == Kind.STOP]
     assert (stop["revision"], stop["step"]) == (4 if back else 3, 7) and stop["since"] <= stop["at"]
+
+
+# -- a job on several hosts --------------------------------------------------------------------------------------------
+def test_run_on_hosts_says_at_once_that_this_machine_cannot_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                      ) -> None:
+    def refuse() -> None:
+        raise PreflightFailed("no host can be made on this machine", hint="run it as root")
+
+    monkeypatch.setattr(runner.isolated_hosts, "require", refuse)
+    with pytest.raises(PreflightFailed, match="no host can be made"):
+        runner.run(Schedule(1, 0, (), 0.5, "hosts"), tmp_path / "results")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_steps_of_all_hosts_are_copied_once_in_the_order_of_their_times(tmp_path: Path) -> None:
+    target = Away(tmp_path / "runs")
+    other = JobPaths.of(config.parse({"job": "j", "run_dir": str(tmp_path / "host-2")}))
+    other.folder.mkdir(parents=True)
+    target.folders = (target.paths, other)
+    log = EventLog(tmp_path / "events.jsonl")
+    steps = runner._Steps(cast(Any, target), log)
+    for paths, records in ((target.paths, [(1, 10.0), (2, 11.0), (4, 14.0)]), (other, [(2, 12.0), (3, 13.0)])):
+        with paths.steps.open("a") as file:
+            file.writelines(json.dumps({"kind": "step", "step": step, "at": at}) + "\n" for step, at in records)
+    steps.poll()
+    steps.poll()
+    assert [(event["step"], event["at"]) for event in read_steps(log.path)] == [
+        (1, 10.0), (2, 11.0), (2, 12.0), (3, 13.0), (4, 14.0)]
+    assert steps.newest == 4
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # -- a job that runs already -------------------------------------------------------------------------------------------

@@ -194,9 +194,10 @@ def test_members_of_etcd_that_are_stopped_are_noted(tmp_path: Path, start: Start
         raise EtcdUnavailable("no member answers")
 
     hosts: Any = SimpleNamespace(candidates=lambda victim: [], names=["h"], control_hosts=1, etcd=SimpleNamespace(
-        revision=away), processes=lambda host, part: [member], undo=UndoRegistry(tmp_path))
+        revision=away), processes_on=lambda host, part: [member], undo=UndoRegistry(tmp_path))
     fault = EtcdQuorumStopped(hosts, 0.0)
     fault.host = "h"
+    fault._prepare()
     assert "etcd does not answer" in fault._begin() and member.status() == psutil.STATUS_STOPPED
     assert [entry["pid"] for entry in hosts.undo.pending()] == [member.pid]
     fault._end()
