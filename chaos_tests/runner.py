@@ -68,6 +68,8 @@ _ALERTS_END_S = 60.0
 """Time for the alerts of faults that are over to end too: each has a hold of its own."""
 _END_S = 30.0
 """Longest wait for what is under way once a run is to end."""
+_SAID_AFTER_S = 10.0
+"""A wait for what is to come back is said once it has lasted so long."""
 _LAST_KEY = "zz-end"
 """A key of the job that is written when a run ends: a watch of the job that has delivered its change has delivered all
 that was before."""
@@ -326,7 +328,7 @@ class _Play:
     def _await_return(self, steps: _Steps) -> None:
         """Waits, before the job is asked to stop, until all that it runs on is back and it has made a further step, or
         for as long as a recovery may take: what is short then is found by the checkers."""
-        since, until, done = time.time(), time.monotonic() + self._limits.recovery_s, steps.done
+        since, until, done, said = time.time(), time.monotonic() + self._limits.recovery_s, steps.done, False
         while not self._aborts.why and not self._over():
             with self._lock:
                 short, revision = self._presence.short(), self._presence.revision
@@ -335,6 +337,9 @@ class _Play:
                     self._say(f"not back after {self._limits.recovery_s:g} s: {what}")
                 self._log.write(Kind.STOP, since=since, revision=revision, step=steps.newest)
                 return
+            if not said and time.time() > since + _SAID_AFTER_S:
+                said = True
+                self._say(f"waiting for {'; '.join(short) or 'a further step'}")
             self._aborts.wait(_POLL_S)
 
     def _begin_traffic(self, *, changes: bool) -> None:

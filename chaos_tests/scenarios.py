@@ -172,7 +172,7 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
              {"cluster": "chaos", "coordinator.replicas": 1, "dcs.arena_bytes": 128 << 20, "etcd.follow_members_s": 2.0,
               "alerts.run_waiting_s": 86400.0}, minutes=4.0, count=6, faults=_OF_HOSTS, steps_per_minute=60.0,
              pace=Pace(3, 10, 30), pace_s=Pace(10, 20, 60), floor_answers=60, tier=Tier.TEST_HOSTS, late=10.0,
-             traffic=("pools", "hosts", "silences", "operations", "watches")),
+             traffic=("pools", "hosts", "silences", "watches")),  # no engine would end an operation
     Scenario("critic", "PPO, whose critic is a group of ranks of its own",
              {**_SMALL, "algorithm.name": "ppo", "critic.trainer": {"data_parallel": 1}}, minutes=5.0, count=5,
              faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=25.0, pace=Pace(3, 8, 25),
