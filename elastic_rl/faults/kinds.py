@@ -204,8 +204,9 @@ class TrainerRankKilled(Killed):
         self.group, self.phase = group.name, phase
         # One that does not train has nothing to go back to: the run need not miss it before it is back.
         kinds = event_kinds.TRAINER_GROUP_EVENTS[group.name]
-        self._lost_as, self._back_as = (kinds.failed, kinds.recovered) if group.trains else (
-            kinds.restarted, kinds.restarted)
+        # A loop that has just taken over resumes from the trainer's state without finding a loss.
+        self._lost_as = {kinds.restarted, kinds.failed} if group.trains else {kinds.restarted}
+        self._back_as = kinds.recovered if group.trains else kinds.restarted
         self.name = f"{group.name}_rank_killed" + (f"_in_phase_of_{phase}" if phase else "")
 
     def inject(self) -> tuple[str, str]:
@@ -236,7 +237,7 @@ class TrainerRankKilled(Killed):
         return SeenPhase.of(etcd.get(keys.device_phase()), fencing.current_epoch(etcd, keys)).side
 
     def detected(self) -> bool:
-        return self.context.has_event(self._lost_as, self.at)
+        return any(self.context.has_event(kind, self.at) for kind in self._lost_as)
 
     def is_back(self) -> bool:
         return self.context.has_event(self._back_as, self.at)
