@@ -102,7 +102,7 @@ class Scenario:
         return max(1, count)
 
 
-_OF_ANY_RUN = ("I1", "I2", "I3", "I5", "I11")
+_OF_ANY_RUN = ("I1", "I2", "I3", "I4", "I5", "I11")
 _OF_OWN_CLUSTER = ("I6", "I8", "I12", "I13", "I14", "I15")
 """A run on a cluster of its own has to show these too. A job that was begun before the run, and goes on after it, may
 leave no evidence for them."""
@@ -115,7 +115,7 @@ def must_see(schedule: Schedule, *, own: bool, compared: bool = False) -> list[s
     """The rules that must not be unseen in a run of a schedule: else it is worth nothing. ``own``: whether it is on a
     cluster of its own, whose job begins and ends with it, and whose alerts it receives. ``compared``: whether it is
     deterministic and has a baseline."""
-    rules = [*_OF_ANY_RUN, "I4", *(_OF_OWN_CLUSTER if own else ()), *(_OF_FAULTS if schedule.strikes else ()),
+    rules = [*_OF_ANY_RUN, *(_OF_OWN_CLUSTER if own else ()), *(_OF_FAULTS if schedule.strikes else ()),
              *(_OF_OWN_FAULTS if own and schedule.strikes else ()), *(("I7",) if compared else ())]
     if SCENARIOS[schedule.scenario].tier is Tier.TEST_HOSTS:
         rules = [rule for rule in rules if rule not in _OF_ENGINES]

@@ -9,6 +9,7 @@ from typing import cast
 
 from chaos_tests.nemesis.schedule import Schedule
 from elastic_rl.config import Config
+from elastic_rl.config.groups import ACTOR
 from elastic_rl.faults import ptrace, states
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.etcd import CompactedPastWatcher, EtcdPulsed, ForeignRecords
@@ -38,7 +39,7 @@ from elastic_rl.faults.outages import (
     ServiceKilled,
     TrainerStopped,
 )
-from elastic_rl.faults.processes import BusyCores, Struck, Way
+from elastic_rl.faults.processes import PARTS, BusyCores, Struck, Way
 from elastic_rl.faults.stale import RacingRequests, StaleLeader, ZombieDriver
 from elastic_rl.faults.storage import ChunksDamaged, DiskRefusesWrites
 from elastic_rl.host.test_hosts.impaired_link import Impairment
@@ -104,6 +105,10 @@ class Entry:
     """Whether it makes work slow, and nothing else: it is no reason for any loss."""
     ends_leases: bool = False
     """Whether it lasts so long that every lease may end: it is a reason for the loss of any member."""
+    loses: str = ""
+    """The role of the members of the job that it ends, in whose place others begin; "" where it ends none."""
+    recovers_without_step: bool = False
+    """Whether the run may have recovered from it before the next step: nothing that runs needs the part."""
 
     @property
     def parts(self) -> frozenset[Part]:
@@ -138,27 +143,41 @@ SEEN_BEYOND: Mapping[Part, frozenset[Part]] = {
 that runs on it, Ray the actors, and a run its driver."""
 
 
+_OF_MEMBERS = frozenset({Part.ENGINES, Part.TRAINER, Part.ROLES, Part.DRIVER})
+"""Parts whose processes are members of the job."""
+
+
 def _struck(part: str, way: Way, strikes: Part, what: str, *, weight: float = 0.5, state: states.State | None = None,
             needs: Set[Need] = frozenset(), takes_all: bool = False, also: Set[Part] = frozenset(),
             repaired_unseen: bool = False) -> Entry:
     seconds = 0.0 if way.ends else _BEYOND_LEASE_S
     traced = {Need.PTRACE} if way in (Way.EXITED, Way.GIL_HELD) else set()
+    loses = PARTS[part].component if way.ends and strikes in _OF_MEMBERS else ""
     return Entry(lambda c: Struck(c, part, way, state=state, seconds=seconds), strikes, what, weight, takes_all,
-                 needs=frozenset({*needs, *traced}), also=frozenset(also), repaired_unseen=repaired_unseen)
+                 needs=frozenset({*needs, *traced}), also=frozenset(also), repaired_unseen=repaired_unseen,
+                 loses=loses)
 
 
 _PARTS_LOST: Mapping[str, Entry] = {
-    "engine_killed": Entry(EngineKilled, Part.ENGINES, "kill -9 of the server of a ready engine", 3.0),
-    "all_engines_killed": Entry(AllEnginesKilled, Part.ENGINES, "kill -9 of every engine at once", takes_all=True),
-    "trainer_rank_killed": Entry(TrainerRankKilled, Part.TRAINER, "kill -9 of the last rank of the trainer", 3.0),
+    "engine_killed": Entry(EngineKilled, Part.ENGINES, "kill -9 of the server of a ready engine", 3.0,
+                           loses="engine"),
+    "all_engines_killed": Entry(AllEnginesKilled, Part.ENGINES, "kill -9 of every engine at once", takes_all=True,
+                                loses="engine"),
+    "trainer_rank_killed": Entry(TrainerRankKilled, Part.TRAINER, "kill -9 of the last rank of the trainer", 3.0,
+                                 loses=ACTOR.name),
     "trainer_rank_stopped": Entry(TrainerRankStopped, Part.TRAINER,
-                                  "SIGSTOP of the last rank: the others hang in their collectives"),
-    "actor_killed": Entry(ActorKilled, Part.ROLES, "kill -9 of the actor while the trainer is at a step", 2.0),
-    "rollout_killed": Entry(lambda c: RoleKilled(c, "rollout"), Part.ROLES, "kill -9 of the role rollout"),
-    "advantages_killed": Entry(lambda c: RoleKilled(c, "advantages"), Part.ROLES, "kill -9 of the role advantages"),
-    "driver_killed": Entry(lambda c: RoleKilled(c, "driver"), Part.DRIVER, "kill -9 of the driver", 2.0),
+                                  "SIGSTOP of the last rank: the others hang in their collectives", loses=ACTOR.name),
+    "actor_killed": Entry(ActorKilled, Part.ROLES, "kill -9 of the actor while the trainer is at a step", 2.0,
+                          loses="actor"),
+    "rollout_killed": Entry(lambda c: RoleKilled(c, "rollout"), Part.ROLES, "kill -9 of the role rollout",
+                            loses="rollout"),
+    "advantages_killed": Entry(lambda c: RoleKilled(c, "advantages"), Part.ROLES, "kill -9 of the role advantages",
+                                loses="advantages"),
+    "driver_killed": Entry(lambda c: RoleKilled(c, "driver"), Part.DRIVER, "kill -9 of the driver", 2.0,
+                           loses="driver"),
     "router_killed": Entry(RouterKilled, Part.ROUTER, "kill -9 of the router of the rollout pool", 2.0),
-    "coordinator_killed": Entry(CoordinatorKilled, Part.COORDINATORS, "kill -9 of the coordinator that leads", 2.0),
+    "coordinator_killed": Entry(CoordinatorKilled, Part.COORDINATORS, "kill -9 of the coordinator that leads", 2.0,
+                                recovers_without_step=True),
     "dcs_killed": Entry(DcsNodeKilled, Part.DCS, "kill -9 of the job's DCS node on this host", 2.0),
     "etcd_killed": Entry(lambda c: ServiceKilled(c, "etcd-0"), Part.ETCD, "kill -9 of etcd, which restarts on its data",
                          takes_all=True, also=frozenset({Part.DRIVER})),
@@ -170,7 +189,7 @@ _PARTS_LOST: Mapping[str, Entry] = {
 _ETCD_SLOW, _ANSWERS_LOST = "etcd_slow", "etcd_answers_lost"
 _OTHERS: Mapping[str, Entry] = {
     "trainer_stopped": Entry(TrainerStopped, Part.TRAINER, "SIGSTOP of all ranks and their agent, for good",
-                             takes_all=True),
+                             takes_all=True, loses=ACTOR.name),
     "second_actor": Entry(lambda c: SecondActor(c, _SECOND_ACTOR_S), Part.ROLES,
                           "another actor takes the job over beside the one that runs, and is gone after a while"),
     # -- other processes, and other ways

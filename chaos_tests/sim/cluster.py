@@ -170,7 +170,7 @@ class ClusterWorld(ElectionWorld):
         self._missing: dict[str, float] = {}
         """Since when each singleton that is wanted has not been carried out."""
         self._away: dict[str, float] = {}
-        """Since when each host that is not registered was seen not to be."""
+        """The time from which on each host was seen not to be registered."""
         self._steps: dict[str, int] = {}
         """Steps that each job takes."""
         self.etcd_away_until = 0.0

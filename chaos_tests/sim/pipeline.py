@@ -99,7 +99,7 @@ class Trainer:
     publishing: Command | None = None
     """A step that is trained, and whose version has no number yet."""
     logprob_diff_max: float = 0.0
-    """By how much its log-probs of the last step's samples differ from those of the engines, where they say that both
+    """The difference between its log-probs of the last step's samples and those of the engines, which say that they
     have the same weights: 0.0 where that is so."""
     weights_version: int = 0
     """The version as which the weights that there are now were first published."""
@@ -130,7 +130,7 @@ class Recorder:
     """Is told what happens; this one keeps nothing. ``step_log`` has the one that writes a log."""
 
     def happened(self) -> None:
-        """One thing has."""
+        """One thing has happened in the world."""
 
     def formed(self) -> None:
         """The trainer group has formed again."""

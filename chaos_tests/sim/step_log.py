@@ -55,7 +55,7 @@ class StepLog(Recorder):
         self.model = ObservedModel(self.log)
         self.etcd = SimClient(self.model, lambda: self._now)
         self.records = list[dict[str, Any]]()
-        """Those of steps.jsonl."""
+        """The records of steps.jsonl."""
         self._run_log = RunLog(cast(Any, SimpleNamespace(append=self._line)))
         self._terms = dict[int, JobStatusWriter]()
         self._streams = list[StreamWriter]()
@@ -117,7 +117,7 @@ class StepLog(Recorder):
             producer=PRODUCER, epoch=EPOCH, term=term, groups=groups.to_json(), at=self._now).encode()))
 
     def resumed(self, term: int, state: State) -> None:
-        """As ``TrainerStages`` does: a step that a predecessor made and did not report is reported now."""
+        """A step that a predecessor made and did not report is reported now, as ``TrainerStages`` does."""
         step = state.step if state.phase == "rl" else 0
         with suppress(Fenced):  # the actor is told so by its next command
             self._terms[term].resume(state.phase, step, policy_version=state.policy_version)

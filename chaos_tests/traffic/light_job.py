@@ -32,11 +32,14 @@ from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.runtime.process import die_with_parent
+from elastic_rl.runtime.waiting import wait_until
 
 COMMAND = (sys.executable, "-m", "chaos_tests.traffic.light_job")
 HOLD = 6
 _STEP_S = 0.1
 _STAGING_TTL_S = 10
+_GO_S = 3600.0
+"""Longest wait for the file of ``--go``: somebody has to make it."""
 
 
 class LightJob:
@@ -129,8 +132,8 @@ def main() -> None:
     job = LightJob(RunContext.load(args.context), args.id)
     while not job.over:
         job.go_on()
-        while args.go is not None and job.waits and not args.go.exists():
-            time.sleep(_STEP_S)
+        if args.go is not None and job.waits:
+            wait_until(args.go.exists, timeout_s=_GO_S, poll_s=_STEP_S, what=f"the file {args.go}")
         time.sleep(args.pause_s)
 
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from chaos_tests.event_log import Event
 from chaos_tests.traffic.driver_writes import PREFIX, Driver
+from chaos_tests.validate.fencing import Holders
 from chaos_tests.validate.replay import Transaction, below
 from chaos_tests.validate.verdict import Checker
 from elastic_rl.etcd.cluster_records import driver_of
@@ -27,8 +28,8 @@ class LightWrites(Checker):
 
     def __init__(self) -> None:
         super().__init__()
-        self._held, self._last = dict[str, tuple[int, str]](), dict[str, Driver]()
-        """Generation and host of each assignment by its key; the newest driver by the root of its job."""
+        self._holders, self._last = Holders(), dict[str, Driver]()
+        """Who holds each assignment; the newest driver by the root of its job."""
         self._cluster = ""
 
     def begin(self, run: Event) -> None:
@@ -36,14 +37,12 @@ class LightWrites(Checker):
         self._cluster = str(self.settings.get("cluster") or "")
 
     def gap(self, first: int, last: int) -> None:
-        self._held.clear()
+        self._holders.forget()
 
     def transaction(self, found: Transaction) -> None:
         for step in found.steps:
             if step.name.startswith(_ASSIGNMENTS):
-                before = (0, "") if step.created else self._held.pop(step.key, None)
-                if step.put and before is not None:
-                    self._held[step.key] = (before[0] + 1, str(step.new.get("host", "")))
+                self._holders.change(step)
         for step in found.steps:
             if step.put and step.name.startswith(PREFIX):
                 driver, last = Driver(**step.new), self._last.get(step.scope)
@@ -52,10 +51,10 @@ class LightWrites(Checker):
                 if last is not None:
                     for problem in superseded([last, driver]):
                         self.violated(f"{step.at()}: {problem}", step.event)
-                now = self._held.get(ClusterKeys(self._cluster or step.job).assignment(driver_of(step.job)))
-                if now is not None and (driver.assignment, driver.host) != now:
+                now = self._holders.of(ClusterKeys(self._cluster or step.job).assignment(driver_of(step.job)))
+                if now is not None and (driver.assignment, driver.host) != (now.generation, now.host):
                     self.violated(f"{step.at()}: a driver on {driver.host} of generation {driver.assignment} has "
-                                  f"written while {now[1] or 'no host'} has generation {now[0]}", step.event)
+                                  f"written while {now.host or 'no host'} has generation {now.generation}", step.event)
 
 
 def superseded(drivers: Sequence[Driver]) -> list[str]:

@@ -18,18 +18,33 @@ _AFTER_S = 30.0
 """Time after a fault in which an operation may end that it has left without an answer."""
 
 
-class LastSteps(Checker):
+class _UntilTheEnd(Checker):
+    """Knows when the job has ended."""
+
+    keys = (STATUS,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended = 0.0
+        """The time of the end; 0.0 while the job goes on."""
+
+    def transaction(self, found: Transaction) -> None:
+        for step in filter(is_job, found.steps):
+            if step.name == STATUS and step.new:
+                self._ended = found.at if step.new.get("phase") in ENDED_PHASES else 0.0
+
+
+class LastSteps(_UntilTheEnd):
     """A run that asks its job to stop has waited for a further step; and one that was asked before made steps until
     then."""
 
     rule = "I11"
     reads = frozenset({Kind.FAULT, Kind.STEP, Kind.STOP})
-    keys = (STATUS,)
     lacks = "the run did not ask its job to stop"
 
     def __init__(self) -> None:
         super().__init__()
-        self._patience, self._last, self._ended = Patience(), 0.0, 0.0
+        self._patience, self._last = Patience(), 0.0
         self._stop: Event | None = None
 
     def begin(self, run: Event) -> None:
@@ -43,11 +58,6 @@ class LastSteps(Checker):
         self._patience.see(event)
         if event["kind"] == Kind.STEP:
             self._last = max(self._last, float(event["at"]))
-
-    def transaction(self, found: Transaction) -> None:
-        for step in filter(is_job, found.steps):
-            if step.name == STATUS and step.new:
-                self._ended = found.at if step.new.get("phase") in ENDED_PHASES else 0.0
 
     @property
     def _judged(self) -> bool:
@@ -70,18 +80,16 @@ class LastSteps(Checker):
         return f"the last step {self._ended - self._last:.0f} s before the job ended" if self._judged else ""
 
 
-class Answered(Checker):
+class Answered(_UntilTheEnd):
     """While no fault is under way, clients get answers."""
 
     rule = "I10"
     reads = frozenset({Kind.FAULT, Kind.OPERATION})
-    keys = (STATUS,)
     lacks = "the log has too few operations of clients while no fault was under way"
 
     def __init__(self) -> None:
         super().__init__()
         self._faults, self._operations = list[Event](), list[tuple[float, str, bool]]()
-        self._ended = 0.0
         self._of, self._answered = Counter[str](), Counter[str]()
 
     def see(self, event: Event) -> None:
@@ -90,11 +98,6 @@ class Answered(Checker):
         elif not self._ended:
             self._operations.append((float(event["at"]), f"{event.get('call')} of {event.get('model')}",
                                      event.get("ended_s") is not None))
-
-    def transaction(self, found: Transaction) -> None:
-        for step in filter(is_job, found.steps):
-            if step.name == STATUS and step.new:
-                self._ended = found.at if step.new.get("phase") in ENDED_PHASES else 0.0
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)

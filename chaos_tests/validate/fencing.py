@@ -112,6 +112,30 @@ class Held:
     incarnation: str
 
 
+class Holders:
+    """Who holds each assignment, as far as its past was seen, and with it its generation."""
+
+    def __init__(self) -> None:
+        self._held = dict[str, Held]()
+
+    def forget(self) -> None:
+        self._held.clear()
+
+    def of(self, key: str) -> Held | None:
+        """The assignment under a key; None where it is not known."""
+        return self._held.get(key)
+
+    def change(self, step: Step) -> tuple[Held, Held] | None:
+        """What an assignment was and is; None where it was deleted, or its past is unseen."""
+        before = self._held.pop(step.key, None)
+        if not step.put or (before is None and not step.created):
+            return None
+        before = before if before is not None else Held(0, "", "")
+        now = self._held[step.key] = Held(before.generation + 1, str(step.new.get("host", "")),
+                                          str(step.new.get("incarnation", "")))
+        return before, now
+
+
 class Assignments(Checker):
     """A singleton has one key, whose version is its generation: the key is never deleted, or a generation would be
     given out twice. It is given to a host that is fit, and moves from one that lives only where that has failed it. The
@@ -123,14 +147,14 @@ class Assignments(Checker):
 
     def __init__(self) -> None:
         super().__init__()
-        self._held, self._incarnations = dict[str, Held](), dict[str, str]()
+        self._holders, self._incarnations = Holders(), dict[str, str]()
 
     def gap(self, first: int, last: int) -> None:
-        self._held.clear()
+        self._holders.forget()
         self._incarnations.clear()
 
     def transaction(self, found: Transaction) -> None:
-        before = dict(self._held)
+        before = {key: self._holders.of(key) for key in map(_assignment_of, found.steps) if key}
         for step in found.steps:
             if step.name.startswith(_HOSTS) and step.new:
                 self._incarnations[step.key] = str(step.new.get("incarnation", ""))
@@ -140,24 +164,19 @@ class Assignments(Checker):
                 self._assigned(found, step)
         for step in found.steps:
             if step.name.startswith(_RUN_STATUSES) and (written := step.new.get("generation", 0)):
-                now = before.get(f"{step.scope}{_ASSIGNMENTS}driver/{step.name.removeprefix(_RUN_STATUSES)}")
+                now = before[_assignment_of(step)]
                 self.judged += now is not None
                 if now is not None and written != now.generation:
                     self.violated(f"{step.at()} was written under generation {written} in generation {now.generation}",
                                   step.event)
 
     def _assigned(self, found: Transaction, step: Step) -> None:
-        before = self._held.pop(step.key, None)
+        changed = self._holders.change(step)
         if not step.put:
             self.violated(f"{step.at()} was deleted: its generations begin again", step.event)
+        if changed is None or not changed[1].host:
             return
-        if before is None and not step.created:
-            return  # its past is unseen, and with it its generation
-        before = before if before is not None else Held(0, "", "")
-        now = self._held[step.key] = Held(before.generation + 1, str(step.new.get("host", "")),
-                                          str(step.new.get("incarnation", "")))
-        if not now.host:
-            return
+        before, now = changed
         phases = {host: found.after.get(f"{step.scope}{_HOST_STATES}{host}").get("phase") for host in (
             before.host, now.host)}
         lives = phases[before.host] not in (None, *_GONE) and self._incarnations.get(
@@ -168,6 +187,13 @@ class Assignments(Checker):
                 failed["host"] for failed in step.new.get("failed", [])}:
             self.violated(f"{step.at()} was taken from {before.host}, which is {phases[before.host]}, and given to "
                           f"{now.host}", step.event)
+
+
+def _assignment_of(step: Step) -> str:
+    """The key of the assignment of which a run's status is; "" for another key."""
+    if not step.name.startswith(_RUN_STATUSES):
+        return ""
+    return f"{step.scope}{_ASSIGNMENTS}driver/{step.name.removeprefix(_RUN_STATUSES)}"
 
 
 CHECKERS: tuple[type[Checker], ...] = (Tokens, Formations, Restarts, Assignments)

@@ -109,7 +109,7 @@ class ConsumedOfSteps(Checker):
         self._after = dict[int, list[tuple[int, IntervalSet]]]()
         """Step → the same each time that it was done, with the version of the policy that it made."""
         self._states = dict[int, list[_State]]()
-        """By their steps. The records of the steps may come later than they do."""
+        """The committed states by their steps, whose records may come later."""
 
     def see(self, event: Event) -> None:
         step = int(event["step"])

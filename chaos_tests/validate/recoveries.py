@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-
 from chaos_tests.event_log import Event, Kind
+from chaos_tests.faults.catalogue import FAULTS
 from chaos_tests.validate.faults import FaultChecker
-from chaos_tests.validate.replay import Transaction, below, is_job
+from chaos_tests.validate.replay import OBSERVER_LATE_S, Transaction, below, is_job
 from elastic_rl.etcd.keys import Keys
 
 _MEMBERS = below(Keys("j").members_prefix())
-_OBSERVED_S = 30.0
-"""Longest by which the observer may be late, which is started again where etcd was killed."""
-_ENDED = re.compile(r"(?P<part>.*?)_(killed|terminated|exited)(_.*)?|(?P<stopped>trainer(_rank)?)_stopped")
-_WITHOUT_STEPS = ("coordinator_killed",)
-"""Faults that a run on one host has recovered from without a step: nothing that runs needs the part."""
 _ON_ONE_HOST = "one host"
-_ROLES: Mapping[str, str] = {
-    "engine": "engine", "scheduler": "engine", "engine_runner": "engine", "all_engines": "engine",
-    "trainer_rank": "trainer", "trainer": "trainer", "trainer_agent": "trainer", "actor": "actor", "driver": "driver",
-    "rollout": "rollout", "advantages": "advantages"}
-"""Part that a fault of one process ends, as in the fault's name → the role of the members that it loses."""
-
-
-def lost_role(fault: Event) -> str:
-    """The role of which a fault has ended a member; "" for another fault."""
-    match = _ENDED.fullmatch(str(fault["name"]))
-    return _ROLES.get(match["part"] or match["stopped"], "") if match else ""
 
 
 class WorkOfRecoveries(FaultChecker):
@@ -63,13 +45,15 @@ class WorkOfRecoveries(FaultChecker):
             if fault.get("healed_at") is None or fault["healed_at"] < fault["injected_at"]:
                 continue  # which ``Recoveries`` judges
             self._judged += 1
-            begin, until, role = float(fault["injected_at"]), float(fault["healed_at"]), lost_role(fault)
+            entry = FAULTS.get(str(fault["name"]))
+            begin, until = float(fault["injected_at"]), float(fault["healed_at"])
+            role = entry.loses if entry is not None else ""
             what = f"{fault['name']} of {fault.get('target')} is said to have healed"
-            needs_step = self.run.get("target") == _ON_ONE_HOST and fault["name"] not in _WITHOUT_STEPS
+            needs_step = self.run.get("target") == _ON_ONE_HOST and not (entry and entry.recovers_without_step)
             if needs_step and self._steps and not any(begin < at <= until for at in self._steps):
                 self.violated(f"{what} after {until - begin:.1f} s, in which the job made no step", fault)
             elif role and role in self._began and not self._gaps and not any(
-                    begin <= at <= until + _OBSERVED_S for at in self._began[role]):
+                    begin <= at <= until + OBSERVER_LATE_S for at in self._began[role]):
                 self.violated(f"{what}, and no other member of the role {role} has begun", fault)
 
     def evidence(self) -> str:

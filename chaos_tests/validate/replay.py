@@ -21,6 +21,8 @@ _CLUSTERS = ClusterKeys("c").root.removesuffix("c/")
 _STATUS = Keys("j").job_status().removeprefix(Keys("j").root)
 FIRST_REVISION = 100
 """A history that begins before this revision is that of a cluster from its start."""
+OBSERVER_LATE_S = 30.0
+"""Longest by which the observer may be late, which is started again where etcd was killed."""
 _MOST_ABSENT = 50_000
 """Deleted keys that are known as such; of those deleted before, nothing is known."""
 

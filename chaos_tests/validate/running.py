@@ -45,7 +45,7 @@ class Patience:
 
     @property
     def seconds(self) -> float:
-        """Of a run without a step nothing is known: ``RECOVERY_S``."""
+        """The limit in seconds; ``RECOVERY_S`` for a run without a step, of which nothing is known."""
         if not self._first_step:
             return RECOVERY_S
         return min(RECOVERY_S, max(_LEAST_S, self._first_step - self._began, 2 * self._longest))
@@ -136,7 +136,7 @@ class _Shortages(Checker, ABC):
                 self.violated(f"{one.what} was short for {one.until - one.since:.0f} s{why}: {one.how}", one.proof)
 
     def _why_violated(self, one: _Shortage) -> str | None:
-        """None: it is not; else how its duration goes on."""
+        """How the sentence about its duration goes on, where it breaks the rule; else None."""
         if one.until - one.since > RECOVERY_S:
             return ""
         if self.run.get("target") not in OWN_TARGETS or self.end is None or self.end.get("aborted"):

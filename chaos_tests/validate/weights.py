@@ -6,15 +6,13 @@ from bisect import bisect_right, insort
 from typing import ClassVar
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.validate.replay import Step, Transaction, below
+from chaos_tests.validate.replay import OBSERVER_LATE_S, Step, Transaction, below
 from chaos_tests.validate.training import StepChecker, proof
 from chaos_tests.validate.verdict import Checker
 from elastic_rl.etcd.keys import Keys
 
 _JOB = Keys("j")
 _ENGINES, _POOLS = below(_JOB.engines_prefix()), below(_JOB.pools_prefix())
-_OBSERVED_S = 30.0
-"""Longest by which the observer may be late, which is started again where etcd was killed."""
 
 
 class Checksums(Checker):
@@ -29,7 +27,7 @@ class Checksums(Checker):
     def __init__(self) -> None:
         super().__init__()
         self._first = dict[tuple[str, str], int]()
-        """By engine and runner, the version that it had first."""
+        """The version that each runner of an engine had first."""
         self._known = dict[tuple[str, str, int], tuple[str, Event]]()
         self._without, self._trains = list[tuple[Step, int]](), False
 
@@ -104,7 +102,7 @@ class VersionsOfSamples(Checker):
                 continue  # an engine had it before the log began
             self.judged += 1
             at = self._had.get(version)
-            if at is None or at > float(step["at"]) + _OBSERVED_S:
+            if at is None or at > float(step["at"]) + OBSERVER_LATE_S:
                 self.violated(f"step {step['step']} has samples of version {version}, which no engine had", step)
 
 

@@ -447,7 +447,7 @@ class EtcdQuorumStopped(LastingFault):
         super().__init__(context, Victim.ETCD_LEADER, seconds)
         self.name, self._stopped = self.kind, list[dict[str, Any]]()
         self._hosts: Sequence[str] = ()
-        """Those whose members are stopped."""
+        """The hosts whose members are stopped."""
 
     def _prepare(self) -> None:
         spare = [*self.context.candidates(Victim.BYSTANDER), *self.context.names]

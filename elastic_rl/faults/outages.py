@@ -57,7 +57,7 @@ class EtcdStopped(_Outage):
         return "etcd-0", f"pid {etcd.pid} was stopped for {self.seconds:g} s"
 
     def is_back(self) -> bool:
-        """It runs, or another one does that was restarted meanwhile."""
+        """etcd runs: the same process, or another one that was started meanwhile."""
         return bool(self.context.service("etcd-0"))
 
 

@@ -107,7 +107,7 @@ class PoolSync:
         self._waited_for = 1
         """The version of the newest wait."""
         self._unserved: _LostVersion | None = None
-        """Of the version of that wait, while no engine serves."""
+        """The looks for that version while no engine serves; None while one does."""
 
     def no_engine(self) -> str:
         """Which engines are missing, while none serves; "" also without etcd. Call it regularly: the engines that are

@@ -42,3 +42,12 @@ def test_combinations_that_make_no_sense_are_refused(context: FaultContext) -> N
     for way, state, seconds in ((Way.KILLED, None, 3.0), (Way.PAUSED, None, 0.0), (Way.EXITED, PUBLISHING, 0.0)):
         with pytest.raises(ValueError, match="trainer_rank cannot be"):
             Struck(context, "trainer_rank", way, state=state, seconds=seconds)
+
+
+@pytest.mark.parametrize(("name", "role"), [
+    ("engine_killed_generating", "engine"), ("scheduler_exited", "engine"), ("trainer_agent_killed", "trainer"),
+    ("trainer_rank_stopped", "trainer"), ("driver_terminated", "driver"), ("actor_exited", "actor"),
+    ("engine_paused", ""), ("router_exited", ""), ("dcs_killed", ""), ("run_killed", "")])
+def test_fault_that_ends_members_of_the_job_says_of_which_role(name: str, role: str) -> None:
+    """In their place others have to begin; a process that goes on, and one of the cluster, is none of them."""
+    assert FAULTS[name].loses == role
