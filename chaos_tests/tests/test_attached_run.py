@@ -91,8 +91,9 @@ def test_etcd_that_a_killed_run_has_stopped_goes_on_by_the_abort_command(target:
     file.write_text(schedule("etcd_stopped", 5.0).to_json(), encoding="utf-8")
     etcd = psutil.Process(next(r.pid for r in target.cluster.services.running() if r.name == "etcd-0"))
     run = subprocess.Popen([
-        sys.executable, "-m", "elastic_rl.cli.main", "chaos", "replay", str(file), "--only", "etcd,driver", "--allow-last",
-        "--yes", f"--out={folder}", f"--job={target.cfg.job}", f"--run_dir={target.cfg.run_dir}"])
+        sys.executable, "-m", "elastic_rl.cli.main", "chaos", "replay", str(file),
+        "--only", "etcd,driver", "--allow-last", "--yes",
+        f"--out={folder}", f"--job={target.cfg.job}", f"--run_dir={target.cfg.run_dir}"])
     try:
         wait_until(lambda: etcd.status() == psutil.STATUS_STOPPED, what="the stop")
     finally:
