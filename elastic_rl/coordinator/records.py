@@ -96,8 +96,10 @@ class FaultLog(Record):
     """The faults of one target that count, and the action that is still to be taken about them."""
 
     target: str
+    epoch: int = 0
+    """Number of the epoch that they are of. The log of the job, whose faults are global restarts, has none."""
     occurrences: list[FaultOccurrence] = []
-    """The oldest first."""
+    """Those of a row in which recovery in place has not helped yet, the oldest first."""
     pending: RecoveryAction = RecoveryAction.NONE
     due_at: float = 0.0
     """When the pending action is due, in seconds of the leader clock."""

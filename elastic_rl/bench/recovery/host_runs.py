@@ -123,7 +123,7 @@ class HostsTestbed:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             cfg = config.load(None, [
                 "--cluster=bench", f"--job=bench-{secrets.token_hex(3)}", f"--run_dir={folder}",
-                "--coordinator.replicas=1", "--failure_policy.max_faults=1000000", *settings])
+                "--coordinator.replicas=1", *settings])
             cluster = Cluster(cfg, say=self.options.say)
             made = ClusterHosts(cluster, self.options.say, outlive=False)
             stack.callback(_end, made)

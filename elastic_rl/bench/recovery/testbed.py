@@ -28,8 +28,6 @@ CALL_S = 1.0
 """Time for one answer of etcd or the API: a part that is away must not hide when another one is back."""
 _STEPS = 1_000_000
 """Steps of the job: more than are done while it is measured."""
-_UNLIMITED = ("--failure_policy.max_faults=1000000",)
-"""A part that is killed on purpose, time after time, must get each time what the first fault of a run gets."""
 
 
 class Testbed:
@@ -40,7 +38,7 @@ class Testbed:
         self.options = options
         self.folder = Path(tempfile.mkdtemp(prefix="erl-bench-recovery-"))
         stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
-        cfg = job.configure_short_steps(self.folder, options, _STEPS, _UNLIMITED)
+        cfg = job.configure_short_steps(self.folder, options, _STEPS)
         os.environ.update(cfg.device.environment())  # a bare engine sees the GPUs that the run's engines see
         self.cluster = Cluster(cfg, say=options.say)
         self.cfg = self.cluster.cfg

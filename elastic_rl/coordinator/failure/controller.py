@@ -62,7 +62,7 @@ class FailureController:
         if rule.action is RecoveryAction.NONE and not rule.counts:
             return
         target = policy.target_of(member.role, member.id)
-        known, revision = self._read(target)
+        known, revision = self._read(target, snapshot)
         reason = f"{member.role} {member.id} is {fault}"
         writes.put(self._keys.fault(target), revision, policy.record_fault(
             known, rule, reason, snapshot.leader_time, policy.progress_of(snapshot.status), self._cfg))
@@ -77,7 +77,7 @@ class FailureController:
         """Adds to the log of an engine that it did not catch up, unless it is being restarted already. Raises Fenced
         and EtcdUnavailable."""
         target = engine_target(engine.id)
-        known, revision = self._read(target)
+        known, revision = self._read(target, snapshot)
         if known.operation or known.pending is not RecoveryAction.NONE:
             return
         writes, rule = WriteSet(), policy.rule_for(event_kinds.ENGINE, Fault.BEHIND)
@@ -93,7 +93,7 @@ class FailureController:
             if event.kind not in _AGENT_ENDED or event.id in self._counted or snapshot.run_ended:
                 continue
             group = _AGENT_ENDED[event.kind]
-            known, revision = self._read(group)
+            known, revision = self._read(group, snapshot)
             writes, rule = WriteSet(), policy.rule_for(group, Fault.DEAD)
             writes.put(self._keys.fault(group), revision, policy.record_fault(
                 known, rule, event.message, snapshot.leader_time, policy.progress_of(snapshot.status), self._cfg))
@@ -102,7 +102,8 @@ class FailureController:
 
     def act(self, snapshot: ClusterSnapshot) -> None:
         """Takes the actions that are due. Raises Fenced and EtcdUnavailable; then the next pass takes them."""
-        for target, known in snapshot.faults.items():
+        for target, found in snapshot.faults.items():
+            known = policy.of_epoch(found, snapshot.epoch)
             if known.operation and self._follow(known, snapshot):
                 continue  # the next pass acts on what it wrote
             match policy.due(known, snapshot.leader_time):
@@ -117,9 +118,9 @@ class FailureController:
         """Deletes the fault logs and restart requests of engines that are gone, which nothing else would."""
         running = {op.target for op in snapshot.operations.values() if not op.state.ended}
         for target in {*snapshot.faults, *snapshot.restarts}:
-            known = snapshot.faults.get(target)
+            known = policy.of_epoch(snapshot.faults.get(target) or FaultLog(target=target), snapshot.epoch)
             if (not target.startswith(engine_target("")) or name_of(target) in snapshot.engines or target in running
-                    or (known is not None and known.operation)):
+                    or known.operation):
                 continue
             for key in (self._keys.fault(target), self._keys.restart(target)):
                 if snapshot.revision(key):
@@ -183,12 +184,13 @@ class FailureController:
         if self._guarded(writes.compares, writes.ops):
             log.error("%s", message)
 
-    def _read(self, target: str) -> tuple[FaultLog, int]:
+    def _read(self, target: str, snapshot: ClusterSnapshot) -> tuple[FaultLog, int]:
         """The log as it is now: faults of the same pass may have changed it since the snapshot. One that cannot be read
         is replaced."""
         found = self._etcd.get(self._keys.fault(target))
         known = decode(found, FaultLog, {}) if found else None
-        return known or FaultLog(target=target), found.mod_revision if found else 0
+        return (policy.of_epoch(known or FaultLog(target=target), snapshot.epoch),
+                found.mod_revision if found else 0)
 
     def _update(self, snapshot: ClusterSnapshot, record: FaultLog) -> WriteSet:
         writes, key = WriteSet(), self._keys.fault(record.target)

@@ -2,11 +2,11 @@
 
 Most faults are recovered by the part next to them: the driver replaces engines, torch elastic re-forms the trainer
 group, Ray Serve replaces role replicas, the run's process the driver. The leader restarts what hangs, and counts. When
-one part has more faults than its budget within the window, or its restart is not carried out, recovery in place does
-not help, and the whole compute plane is restarted. Several global restarts that follow one another closely, without any
-progress in between, are a crash loop: the run stops, everything is kept, and an alert fires. The run's process has a
-rule for the drivers that it starts (``after_driver_ended``), since the leader does not see one that ends before it has
-registered.
+one part has more faults than its budget within the window and the run gets no further between them, or its restart is
+not carried out, recovery in place does not help, and the whole compute plane is restarted. Several global restarts that
+follow one another closely, without any progress in between, are a crash loop: the run stops, everything is kept, and an
+alert fires. The run's process has a rule for the drivers that it starts (``after_driver_ended``), since the leader does
+not see one that ends before it has registered.
 
 Times are seconds of the leader clock (``leader_clock``), so that budgets and backoffs hold over a change of leaders
 whose wall clocks differ.
@@ -130,16 +130,26 @@ def ended_by_refusal(member: LastSeen, found: Iterable[tuple[int, Event]]) -> bo
         event.kind == kinds.refused.name and revision > member.registered_revision for revision, event in found)
 
 
+def of_epoch(log: FaultLog, epoch: int) -> FaultLog:
+    """The log as it counts in an epoch. A global restart, whoever asked for it, replaces all parts: what their faults
+    before it had used up, left pending or begun is over. Global restarts themselves count over epochs."""
+    return log if log.target == JOB or log.epoch == epoch else FaultLog(target=log.target, epoch=epoch)
+
+
 def record_fault(log: FaultLog, rule: FailureRule, reason: str, now: float, progress: int,
                  cfg: FailurePolicyConfig) -> FaultLog:
-    """The log after a fault. Faults of one target that come together (ranks of a group) count once."""
+    """The log of the present epoch after a fault. Faults of one target that come together (ranks of a group) count
+    once. Where the run has got further than at any of those before, recovery in place has helped, and they are over."""
     seen = [o for o in log.occurrences if now - o.at < cfg.fault_window_s]
+    if _has_moved(seen, progress):
+        seen = []
     together = bool(seen) and now - seen[-1].at < cfg.fault_merge_s
     if rule.counts and not together:
         seen = [*seen, FaultOccurrence(at=now, progress=progress)][-(cfg.max_faults + 1):]
     log = log.replace(occurrences=seen)
     if rule.counts and len(seen) > cfg.max_faults:
-        reason = f"{counted(len(seen), 'fault')} of {log.target} within {cfg.fault_window_s:.0f} s; the last: {reason}"
+        reason = (f"{counted(len(seen), 'fault')} of {log.target} within {cfg.fault_window_s:.0f} s without progress; "
+                  f"the last: {reason}")
         return _request(log, RecoveryAction.GLOBAL_RESTART, reason, now, cfg)
     return _request(log, rule.action, reason, now, cfg)
 
@@ -157,9 +167,13 @@ def in_a_row(before: Sequence[FaultOccurrence], now: float, job: JobStatus | Non
     of them found the run as far. Restarts that are hours apart are no loop, however long a step takes."""
     window_s = max(cfg.crash_loop_window_s, cfg.crash_loop_steps * (job.step_s if job is not None else 0.0))
     restart = FaultOccurrence(at=now, progress=progress_of(job))
-    if not before or now - before[-1].at > window_s or restart.progress > max(o.progress for o in before):
-        return [restart]
+    if before and (now - before[-1].at > window_s or _has_moved(before, restart.progress)):
+        before = []
     return [*before, restart]
+
+
+def _has_moved(before: Iterable[FaultOccurrence], progress: int) -> bool:
+    return all(progress > occurrence.progress for occurrence in before)
 
 
 def is_crash_loop(in_a_row: Sequence[FaultOccurrence], cfg: FailurePolicyConfig) -> bool:
@@ -194,10 +208,8 @@ def restart_failed(log: FaultLog, error: str, now: float, cfg: FailurePolicyConf
 
 
 def cleared(log: FaultLog) -> FaultLog:
-    """The log once the pending action was taken. A global restart resets the budget that led to it, and supersedes a
-    restart in place."""
-    cleared = log.replace(pending=RecoveryAction.NONE, due_at=0.0)
-    return cleared.replace(occurrences=[], operation="") if log.pending is RecoveryAction.GLOBAL_RESTART else cleared
+    """The log once the pending action was taken."""
+    return log.replace(pending=RecoveryAction.NONE, due_at=0.0)
 
 
 def due(log: FaultLog, now: float) -> RecoveryAction:

@@ -399,6 +399,22 @@ def test_repeated_deaths_cause_a_global_restart_and_then_end_the_run(
     assert FaultLog.decode(etcd.get(keys.fault("job")).value).pending is RecoveryAction.NONE
 
 
+def test_one_global_restart_is_that_of_all_parts_that_had_one_pending(lead: Any, etcd: EtcdClient, keys: Keys) -> None:
+    fencing.raise_epoch(etcd, keys, "driver-1")
+    for target, due_at in (("trainer", 0.0), ("driver", 0.5)):
+        log = FaultLog(target=target, epoch=1, pending=RecoveryAction.GLOBAL_RESTART, due_at=due_at, reason=target)
+        etcd.put(keys.fault(target), log.encode())
+    leader = lead("a")
+    request = wait_until(lambda: open_requests(etcd, keys).get("job"), what="the global restart")
+    assert request.reason == "trainer"
+    acknowledge(etcd, keys, request)
+    wait_until(lambda: LeaderTime.decode(etcd.get(keys.leader_clock()).value).seconds > 1.0, what="the leader clock")
+    op = leader.operations.scale(POOL, 2, by="ann")
+    until(leader, op, lambda o: o.phase != "accepted")
+    assert len(events_of(etcd, keys, "run.global_restart")) == 1 and not open_requests(etcd, keys).get("job")
+    assert len(FaultLog.decode(etcd.get(keys.fault("job")).value).occurrences) == 1, "it is no crash loop"
+
+
 def test_agent_that_ends_before_its_ranks_have_registered_uses_up_the_trainers_budget(
         lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys) -> None:
     """Budget 1. No member dies: the driver's reports are all that the leader sees."""
@@ -499,7 +515,8 @@ def test_policy_restart_that_no_driver_carries_out_becomes_a_global_restart(
     monkeypatch.setattr("elastic_rl.coordinator.operations.service._TRAINER_GRACE_S", 0.0)
     trainer = cfg.trainer.model_copy(update={"start_timeout_s": 0.5})
     fencing.raise_epoch(etcd, keys, "driver-1")
-    etcd.put(keys.fault("trainer"), FaultLog(target="trainer", pending=RecoveryAction.RESTART, reason="r").encode())
+    due = FaultLog(target="trainer", epoch=1, pending=RecoveryAction.RESTART, reason="r")
+    etcd.put(keys.fault("trainer"), due.encode())
     engine = cfg.engine.model_copy(update={"start_timeout_s": 0.5})
     leader = lead("a", config=cfg.model_copy(update={"trainer": trainer, "engine": engine}))
     request = wait_until(lambda: open_requests(etcd, keys).get("job"), what="the global restart")

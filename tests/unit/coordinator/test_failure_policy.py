@@ -58,6 +58,31 @@ def test_deaths_within_the_budget_need_no_action_of_the_leader() -> None:
     assert "4 faults" in log.reason
 
 
+def test_faults_with_progress_between_them_are_recovered_in_place() -> None:
+    log = FaultLog(target="trainer")
+    for n in range(20):
+        log = after(TRAINER_DEAD, [10.0 * n], progress=n, log=log)
+        assert (len(log.occurrences), log.pending) == (1, RecoveryAction.NONE)
+    log = after(TRAINER_DEAD, [200.0, 210.0, 220.0], progress=18, log=log)
+    assert log.pending is RecoveryAction.GLOBAL_RESTART, "steps that are done again are no progress"
+
+
+def test_backoff_begins_anew_once_the_run_has_got_further() -> None:
+    log = policy.cleared(after(TRAINER_HUNG, [0.0, 10.0]))
+    log = after(TRAINER_HUNG, [20.0], progress=1, log=log)
+    assert (log.pending, log.due_at) == (RecoveryAction.RESTART, 20.0)
+
+
+def test_global_restart_ends_what_was_counted_and_pending_of_a_part_but_not_of_the_job() -> None:
+    """Two parts use up their budgets together: one global restart helps both, whichever of them asked for it."""
+    before = after(TRAINER_DEAD, [0, 10, 20, 30], log=policy.of_epoch(FaultLog(target="trainer"), 1))
+    assert policy.of_epoch(before, 1) == before and before.pending is RecoveryAction.GLOBAL_RESTART
+    assert policy.of_epoch(before.replace(operation="op-1"), 2) == FaultLog(target="trainer", epoch=2)
+    assert after(TRAINER_DEAD, [40], log=policy.of_epoch(before, 2)).pending is RecoveryAction.NONE
+    job = policy.record_restart(FaultLog(target=JOB), 0.0, rl(7), CFG)
+    assert policy.of_epoch(job, 2) == job
+
+
 def test_faults_outside_the_window_do_not_count() -> None:
     assert after(TRAINER_DEAD, [0, 40, 80, 120, 160, 200, 240]).pending is RecoveryAction.NONE
 
@@ -174,11 +199,6 @@ def test_finished_groups_and_parts_of_a_step_are_progress() -> None:
     assert policy.progress_of(rl(7, pieces=10**9)) < policy.progress_of(rl(8))
 
 
-def test_global_restart_resets_the_budget_that_led_to_it() -> None:
-    log = policy.cleared(after(TRAINER_DEAD, [0, 10, 20, 30]))
-    assert (log.pending, log.occurrences) == (RecoveryAction.NONE, [])
-
-
 @pytest.mark.parametrize(("phase", "step", "more"), [("sft", 3000, "rl"), ("rl", 5, "rl"), ("sft", 5, "sft")])
 def test_progress_grows_from_sft_into_rl(phase: str, step: int, more: str) -> None:
     later = JobStatus(phase=more, step=step + 1)
@@ -194,22 +214,24 @@ def test_progress_grows_from_sft_into_rl(phase: str, step: int, more: str) -> No
 @given(seed=st.integers(0, 2**32))
 def test_run_without_progress_is_stopped_and_one_with_progress_never(dead: FailureRule, hung: FailureRule, seed: int
                                                                     ) -> None:
-    """A part that fails at random times, with leaders that carry out late; only the log survives a leader."""
+    """A part that fails at random times, with leaders that carry out late; only the log survives a leader. ``moving``:
+    the run gets further after each global restart, and no restart in place helps."""
     rng = random.Random(seed)
-    moving = rng.random() < 0.5
+    moving, epoch = rng.random() < 0.5, 0
     part, job = FaultLog(target=dead.part), FaultLog(target=JOB)
     now, progress, restarts, stopped = 0.0, 0, 0, False
     for _ in range(400):
         now += rng.uniform(6.0, 20.0)
         rule = hung if rng.random() < 0.3 else dead
-        part = policy.record_fault(FaultLog.decode(part.encode()), rule, "r", now, progress, CFG)
+        part = policy.of_epoch(FaultLog.decode(part.encode()), epoch)
+        part = policy.record_fault(part, rule, "r", now, progress, CFG)
         now += rng.uniform(0.0, 3.0)
         action = policy.due(part, now)
         if action is RecoveryAction.GLOBAL_RESTART:
             restarts += 1
             progress += moving
             job = policy.record_restart(job, now, rl(progress), CFG)
-            part = policy.cleared(part)
+            epoch += 1
         elif action is RecoveryAction.RESTART:
             part = policy.cleared(part)
         if policy.due(job, now) is RecoveryAction.STOP:
