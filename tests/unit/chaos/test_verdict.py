@@ -223,6 +223,11 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     (report(steps=STEPS - 1), "I11"),
     (lambda r: end(r)["committed_steps"].pop(), "I11"),
     (lambda r: end(r)["committed_steps"].insert(1, 1), "I11"),
+    (lambda r: end(r)["committed_steps"].pop(0), "I11"),
+    (lambda r: end(r)["committed_steps"].append(STEPS + 1), "I11"),
+    (lambda r: end(r).update(committed_steps=[]), "I11"),
+    (lambda r: (r[0]["settings"].update(coordinator={"max_step_metrics": 6}),
+                end(r).update(committed_steps=[1, 4, 8, 10, 12])), "I11"),
     (lambda r: end(r).update(phase="failed"), "I11"),
     (lambda r: end(r).update(phase="failed", report={}, committed_steps=[]), "I11"),
     (lambda r: event("run.crash_loop", first(r, Kind.FAULT)["injected_at"])(r), "I11"),
@@ -283,10 +288,22 @@ def test_each_broken_rule_is_found(change: Edit, rule: str) -> None:
         id="one fault that strikes two engines"),
     pytest.param(lambda r: (r[0]["schedule"].update(steps=0, minutes=1.0), end(r)["report"].update(steps=STEPS)),
                  id="a run by time makes as many steps as it does"),
+    pytest.param(lambda r: (r[0]["settings"].update(coordinator={"max_step_metrics": 6}),
+                            end(r).update(committed_steps=[1, 4, 8, 10, 11, 12])), id="old steps are thinned out"),
     pytest.param(lambda r: r.insert(1, operation("c", "read", None, 1.0, 2.0, [2, 1])),
                  id="a client that read what there is")])
 def test_what_keeps_the_rules_is_accepted(change: Edit) -> None:
     assert violated(with_(change)) == []
+
+
+def test_job_that_goes_on_has_made_further_steps_by_the_time_etcd_is_read() -> None:
+    def attached(*committed: int) -> bool:
+        records = with_(lambda r: (r[0].update(target="job j in /runs"), end(r).update(committed_steps=[*committed])))
+        return "I11" not in violated(records)
+
+    whole = range(1, STEPS + 1)
+    assert attached(*whole) and attached(*whole, STEPS + 1)
+    assert not attached(*range(1, STEPS)) and not attached(*whole, STEPS + 2) and not attached(*whole[1:])
 
 
 def test_pause_without_a_word_is_found_and_one_with_words_is_not() -> None:
