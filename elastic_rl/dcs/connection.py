@@ -43,6 +43,17 @@ class VersionName(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Dropped:
+    """What a node has dropped in a sweep."""
+
+    chunks: int
+    nbytes: int
+    lacks: str = ""
+    """Why it cannot have the manifest of some live version, while which it keeps what may be of that version; empty
+    where it has all that it needs."""
+
+
+@dataclass(frozen=True)
 class SweepMark:
     """What a node says at the beginning of a sweep."""
 
@@ -269,8 +280,8 @@ class NodeConnection:
                        "versions": [v.model_dump(mode="json") for v in batch]})
 
     def drop(self, identity: CatalogIdentity, mark: int, live: Iterable[VersionName],
-             released: Iterable[VersionName]) -> tuple[int, int]:
-        """Drops chunks that no version refers to: (chunks, bytes). ``storage/chunk_table.py`` says when that is safe.
+             released: Iterable[VersionName]) -> Dropped:
+        """Drops chunks that no version refers to. ``storage/chunk_table.py`` says when that is safe.
 
         ``live``: all versions whose chunks are needed; ``released``: versions that the catalog knows to be gone. What
         the node has noted and is in neither is kept for ``dcs.unknown_version_grace_s``.
@@ -284,7 +295,7 @@ class NodeConnection:
             answer, _ = self.call({**request, "live": [list(n) for is_live, n in batch if is_live],
                                    "released": [list(n) for is_live, n in batch if not is_live],
                                    "more": i < len(requests) - 1})
-        return _count(answer, "chunks"), _count(answer, "nbytes")
+        return Dropped(_count(answer, "chunks"), _count(answer, "nbytes"), str(answer.get("lacks", "")))
 
     def inventory(self) -> tuple[str, int, list[HeldVersion]]:
         """What recovery needs: id of the node's catalog, commits of it that it has seen, and the versions that it

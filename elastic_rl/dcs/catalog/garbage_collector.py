@@ -18,7 +18,7 @@ from elastic_rl.dcs.catalog.reads import CatalogContents, Entry
 from elastic_rl.dcs.catalog.retention import RetentionPolicy, to_release
 from elastic_rl.dcs.catalog.transitions import LIVE, TRANSITIONS
 from elastic_rl.dcs.client import DcsClient
-from elastic_rl.dcs.connection import NodeConnection, SweepMark, VersionName
+from elastic_rl.dcs.connection import Dropped, NodeConnection, SweepMark, VersionName
 from elastic_rl.dcs.fan_out import in_parallel, on_each
 from elastic_rl.dcs.registered_nodes import RECOVER_HINT
 from elastic_rl.dcs.security import Security
@@ -135,10 +135,12 @@ class GarbageCollector:
             sweep = _NodeSweep(self._client, identity, contents, marks)
             dropped, late = in_parallel((n for n in marks if n not in foreign), sweep)
             failed.update((n, e) for n, e in late.items() if not isinstance(e, Conflict))
-            for node_id, (chunks, nbytes) in dropped.items():
+            for node_id, done in dropped.items():
                 reach("gc.dropped")
-                if chunks:
-                    lines.append(f"dropped {chunks} chunks, {nbytes} bytes, of node {node_id}")
+                if done.chunks:
+                    lines.append(f"dropped {done.chunks} chunks, {done.nbytes} bytes, of node {node_id}")
+                if done.lacks:
+                    lines.append(f"node {node_id} keeps the chunks that it had before it lost some: {done.lacks}")
         return lines
 
     def _mismatch(self, message: str, guard: Sequence[Compare]) -> list[str]:
@@ -164,9 +166,9 @@ class _NodeSweep:
         self._live = {VersionName.from_version(v): v for v in versions if v.state in LIVE}
         self._released = {VersionName.from_version(v) for v in versions if v.state is VersionState.GONE}
 
-    def __call__(self, node_id: str) -> tuple[int, int]:
-        """Chunks and bytes that were dropped. Raises Conflict for a node that was restarted after its mark, or noted a
-        newer commit since: its next sweep will do."""
+    def __call__(self, node_id: str) -> Dropped:
+        """Raises Conflict for a node that was restarted after its mark, or noted a newer commit since: its next sweep
+        will do."""
         mark, connection = self._marks[node_id], self._client.connect(node_id)
         if connection.node.incarnation != mark.incarnation:
             raise Conflict(f"DCS node {node_id} was restarted since its mark")

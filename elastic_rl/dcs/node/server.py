@@ -350,10 +350,14 @@ class NodeServer:
             return {}
         live, released, session.live, session.released = session.live, session.released, [], []
         manifests = self._index.kept(str(header["catalog"]), count(header["commits"]), live, released)
-        if missing := self._table.manifests_to_fetch(manifests):
-            self._fetcher.fetch(missing, (), None)
+        lacks = ""
+        for manifest in self._table.manifests_to_fetch(manifests):
+            try:
+                self._fetcher.fetch([manifest], (), None)
+            except ElasticRLError as e:
+                lacks = e.message
         dropped, freed = self._table.drop(manifests, count(header["mark"]))
-        return {"chunks": dropped, "nbytes": freed}
+        return {"chunks": dropped, "nbytes": freed, "lacks": lacks}
 
     # -- giving chunks -----------------------------------------------------------------------------------------------
     def _get(self, session: Session, header: dict[str, Any]) -> None:

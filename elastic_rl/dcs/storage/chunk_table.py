@@ -10,9 +10,10 @@ When may a chunk be *dropped*, so that no committed version ever loses one?
   ``mark`` (the last number) first, then reads from etcd which versions are live, then requests a drop of what none of
   them refers to. A chunk that was touched after the mark stays; one that was touched before it and is not held belongs
   to a version whose commit the garbage collector has seen, or to none.
-- A manifest comes to a node before its chunks. A live manifest that is absent therefore stands for a version of which
-  nothing is here, unless chunks were found on disk at the start or a chunk was lost: then nothing is dropped until
-  every live manifest is here (``manifests_to_fetch``).
+- A manifest comes to a node before its chunks may be dropped. A live manifest that is absent therefore stands for a
+  version of which nothing is here, unless chunks were found on disk at the start or a chunk was lost: then nothing that
+  had come by then is dropped until every live manifest is here (``manifests_to_fetch``). What came later still is: a
+  manifest that is lost everywhere must not fill the node for good.
 
 When is a chunk *saved* to disk? When nothing holds it and the grace is over, in the background, version by version
 (``save_queue``).
@@ -77,14 +78,15 @@ class ChunkTable:
         self._located: dict[int, dict[str, dict[int, Copy]]] = {}  # connection -> token -> offset -> copy
         self._corrupt: dict[str, None] = {}  # dropped for their bytes, oldest first
         self._lost = 0  # chunks that were dropped for their bytes
-        self._lost_at_drop = 0  # of those, how many before the last drop with every live manifest; -1: none so far
+        # Chunks that came with this use or before may be of a live version whose manifest is absent; -1: none may.
+        self._unsure_upto = -1
         self._parsed: dict[str, frozenset[str]] = {}  # manifest digest -> its chunks
         self._queue = SaveQueue(self._chunks, self._lock, changed, clock, enabled=disk is not None)
         self._tiers = Tiers(view, disk, self._queue, changed, verify_every_s=verify_every_s, clock=clock,
                             on_lost=self._lose)
         if disk is not None:
             self._chunks.update((d, Chunk(d, nbytes, on_disk=True)) for d, nbytes in disk.index().items())
-            self._lost_at_drop = -1 if self._chunks else 0
+            self._unsure_upto = 0 if self._chunks else -1
 
     # -- writing -----------------------------------------------------------------------------------------------------
     def alloc(self, conn: int, nbytes: int) -> int:
@@ -144,7 +146,7 @@ class ChunkTable:
                 self._tiers.free(offset)
             else:
                 self._tiers.space.shrink(offset, nbytes)
-                chunk = chunk or self._chunks.setdefault(digest, Chunk(digest, nbytes))
+                chunk = chunk or self._chunks.setdefault(digest, Chunk(digest, nbytes, came=self._touch + 1))
                 chunk.copy = Copy(offset, now, number)
                 if chunk.on_disk:  # that file was not verified: it is written again
                     chunk.on_disk, chunk.stale_file = False, True
@@ -332,48 +334,49 @@ class ChunkTable:
             return self._touch
 
     def manifests_to_fetch(self, live: set[str]) -> list[str]:
-        """The live manifests without which ``drop`` refuses, and which are not here."""
+        """The live manifests that are not here, and without which ``drop`` keeps more than what is live."""
         with self._lock:
-            if self._lost == self._lost_at_drop:
+            if self._unsure_upto < 0:
                 return []
             return sorted(d for d in live if d not in self._chunks and d not in self._parsed)
 
     def drop(self, live: set[str], mark: int) -> tuple[int, int]:
         """Drops what no live manifest refers to, was not touched after ``mark`` and is not held: (chunks, bytes).
 
-        ``live``: digests of manifests. Raises ChunkCorrupt or ChunkMissing, and drops nothing, when one of them is
-        corrupt, or is absent while chunks of its version may be here.
+        ``live``: digests of manifests. While one of them is absent, what may be of its version is kept. Raises
+        ChunkCorrupt, and drops nothing, for one that cannot be decoded: it may be of a newer release.
         """
-        keep, lost = set(live), self._lost
+        keep, unsure_upto, absent = set(live), self._unsure_upto, False
         for digest in live:
-            keep |= self._chunks_of(digest)
+            chunks = self._chunks_of(digest)
+            keep |= chunks or frozenset()
+            absent |= chunks is None
         now = self._clock()
         with self._lock:
-            self._lost_at_drop = lost
-            victims = [c for c in self._chunks.values() if c.digest not in keep and c.touched <= mark
-                       and not c.holders and c.keep_until <= now]
+            if not absent and unsure_upto == self._unsure_upto:  # no chunk was lost meanwhile
+                self._unsure_upto = -1
+            kept_upto = self._unsure_upto if absent else -1
+            victims = [c for c in self._chunks.values() if c.digest not in keep and kept_upto < c.came
+                       and c.touched <= mark and not c.holders and c.keep_until <= now]
             for chunk in victims:
                 self._forget(chunk)
             self._parsed = {d: chunks for d, chunks in self._parsed.items() if d in live}
         return len(victims), sum(c.nbytes for c in victims)
 
-    def _chunks_of(self, manifest: str) -> frozenset[str]:
+    def _chunks_of(self, manifest: str) -> frozenset[str] | None:
+        """The chunks of a manifest; None where that is not here. Raises ChunkCorrupt for one that cannot be decoded."""
         known = self._parsed.get(manifest)
-        if known is None:
+        while known is None:
             try:
                 with self.reading(manifest) as data:
-                    if not matches(data, manifest):
-                        raise ChunkCorrupt(f"the manifest {manifest} of a live version is corrupt")
-                    known = frozenset(Manifest.decode(data).chunks)
-            except ChunkMissing as e:
-                if self.was_corrupt(manifest):
-                    raise ChunkCorrupt(f"the manifest {manifest} of a live version was dropped as corrupt") from e
-                if self._lost != self._lost_at_drop:
-                    raise ChunkMissing(f"the manifest {manifest} of a live version is absent, and chunks of that "
-                                       "version may be here") from e
-                return frozenset()  # no chunk of that version is here
-            with self._lock:
-                self._parsed[manifest] = known
+                    if sound := matches(data, manifest):
+                        known = frozenset(Manifest.decode(data).chunks)
+            except ChunkMissing:
+                return None
+            if not sound and not self.verify(manifest, force=True):  # which drops it, as lost or for the copy on disk
+                return None
+        with self._lock:
+            self._parsed[manifest] = known
         return known
 
     def _forget(self, chunk: Chunk) -> None:
@@ -387,6 +390,7 @@ class ChunkTable:
             return
         self._forget(chunk)
         self._lost += 1
+        self._unsure_upto = self._touch
         if corrupt:
             self._corrupt[chunk.digest] = None
             while len(self._corrupt) > _CORRUPT_KEPT:

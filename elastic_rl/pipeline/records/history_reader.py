@@ -3,13 +3,12 @@ stream and from etcd. Free of torch."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from elastic_rl.config import Stream
 from elastic_rl.dcs.catalog import reads
@@ -20,7 +19,7 @@ from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.pipeline.records.history import History
-from elastic_rl.pipeline.records.segments import HISTORY_KEY, Segment, segments_of
+from elastic_rl.pipeline.records.segments import HISTORY_KEY, Segment, first_record, segments_of
 from elastic_rl.pipeline.records.tail_keys import read_tail
 
 log = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class HistoryReader:
         if not copy.is_file():
             return None
         with copy.open("rb") as file:
-            first = _record(file.read(_HEAD_BYTES).partition(b"\n")[0])
+            first = first_record(file.read(_HEAD_BYTES))
             if first.get("id") != self._history.identity and first.get("kind") != "gap":
                 return None
             size = file.seek(0, os.SEEK_END)
@@ -137,11 +136,3 @@ def _parts(path: Path, most_bytes: int) -> Iterator[bytes]:
         while part := file.read(min(_PART_BYTES, most_bytes)):
             yield part
             most_bytes -= len(part)
-
-
-def _record(line: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

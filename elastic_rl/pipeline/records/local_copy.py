@@ -20,15 +20,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
+from elastic_rl.errors import ChunkCorrupt, ChunkMissing
 from elastic_rl.host import file_lock, kept_state
 from elastic_rl.pipeline.records.history import TAIL_BYTES, History
-from elastic_rl.pipeline.records.segments import Segment, gap_in_file
+from elastic_rl.pipeline.records.segments import Segment, first_record, gap_in_file
 from elastic_rl.runtime.files import open_for_readers, replace_file
 
 log = logging.getLogger(__name__)
 
 _HEAD_BYTES = 256
 """Bytes in which the record of a gap is looked for."""
+_FIRST_BYTES = 4096
+"""Bytes in which the first record is looked for."""
 _RESERVE_BYTES = 256 << 20
 """Bytes of the file system that the copy leaves free. The chunks of the weights and the logs are often on the same one:
 a run can do without the copy, not without those."""
@@ -152,7 +155,12 @@ class LocalCopy:
             self._forget()
         with self._path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            agrees = self._agrees(file, size)
+            try:
+                agrees = self._agrees(file, size)
+            except (ChunkMissing, ChunkCorrupt):
+                if not self._goes_on(file):
+                    raise
+                agrees = True
         if agrees is None:
             return True
         if not agrees:
@@ -195,6 +203,18 @@ class LocalCopy:
             agrees = segment.has_bytes(found)
         self._advance(len(found))
         return agrees
+
+    def _goes_on(self, file: IO[bytes]) -> bool:
+        """Whether a file whose sealed part cannot be compared, for no node has it, is a copy by its first record and by
+        what it has of the tail. It is continued then: it may have the only copy of those bytes."""
+        sealed = self._history.sealed
+        tail, found = self._history.read(sealed) or b"", _read(file, sealed, TAIL_BYTES + 1)
+        if (self._at != self._file_at or not found or not tail.startswith(found)
+                or first_record(_read(file, 0, _FIRST_BYTES)).get("id") != self._history.identity):
+            return False
+        log.warning("%s is continued, and was not compared with the sealed records, which no node has now", self._path)
+        self._advance(sealed + len(found) - self._at)
+        return True
 
     def _segment(self) -> Segment | None:
         """The sealed segment in which the next byte is; None for one of the tail. Raises ElasticRLError."""

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from elastic_rl.dcs.codecs.digests import matches
 from elastic_rl.dcs.manifest import TensorEntry
@@ -93,6 +94,15 @@ def within(segments: Sequence[Segment], most_bytes: int) -> list[Segment]:
     for segment in reversed(kept):
         _add(merged, segment)
     return merged
+
+
+def first_record(head: bytes) -> dict[str, Any]:
+    """The record that a copy of the history begins with; {} for what begins with none. ``head``: its first bytes."""
+    try:
+        found = json.loads(head.partition(b"\n")[0])
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def gap_in_file(head: bytes, start: int, end: int) -> tuple[int, int] | None:

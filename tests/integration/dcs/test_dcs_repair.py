@@ -127,6 +127,24 @@ def test_sweep_fetches_the_manifest_that_a_restarted_node_lost(dcs: DcsCluster) 
     require_replica_sets(dcs, 1)
 
 
+def test_version_whose_manifest_no_node_has_any_more_does_not_fill_the_nodes(dcs: DcsCluster) -> None:
+    dcs.start("a", disk_bytes=64 << 20)
+    dcs.publish(1, stream="run_log")
+    dcs.stop("a")  # which saves its chunks
+    [file] = dcs.folder.rglob(dcs.head("run_log").manifest)
+    file.write_bytes(b"rotten")
+    dcs.start("a", disk_bytes=64 << 20)
+    collector, said, chunks = dcs.collector(keep_versions=1), set[str](), list[int]()
+    for seed in range(2, 7):
+        dcs.publish(seed)
+        said |= {*collector.sweep([]), *collector.sweep([])}
+        chunks.append(dcs.stat("a")["chunks"])
+    assert any(line.startswith("node a keeps the chunks that it had before it lost some") for line in said), said
+    # The first of them was there when the loss was found.
+    assert chunks[1] > chunks[0] and set(chunks[1:]) == {chunks[1]}, "no chunk of the old versions was dropped"
+    dcs.require(model(6))
+
+
 def test_chunk_that_a_running_node_lost_is_copied_again(dcs: DcsCluster) -> None:
     dcs.start("a")
     dcs.start("b", disk_bytes=64 << 20)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import tempfile
 from pathlib import Path
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.allocator import regions
@@ -14,7 +15,7 @@ from support.budget import seeds
 from support.tiered_table import Node
 
 from elastic_rl.dcs.codecs.digests import digest_of
-from elastic_rl.dcs.manifest import ALIGN, aligned
+from elastic_rl.dcs.manifest import ALIGN, Packer, aligned
 from elastic_rl.errors import (
     ArenaFull,
     ChunkMissing,
@@ -157,3 +158,100 @@ class TieredTable(RuleBasedStateMachine):
 
 TestTieredTable = TieredTable.TestCase
 TestTieredTable.settings = settings(max_examples=seeds(40), stateful_step_count=40, deadline=None)
+
+
+class LostManifests:
+    """Chunks rot, those of manifests among them. No drop takes a sound chunk of a live version, whether or not its
+    manifest is here, and nothing of what came after the last loss stays that no live version has."""
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self.folder, self.rng = folder, rng
+        self.node = self.open()
+        self.manifests: dict[str, bytes] = {}
+        """Encoded, of each live version, by digest."""
+        self.owed: dict[str, set[str]] = {}
+        """Digests that came here for a live version and have not rotted, by its manifest's."""
+        self.garbage: set[str] = set()
+        """Digests that came after the last loss, and that may be of no live version."""
+        self.number, self.rotten = 0, False
+        """Number of versions; whether a file has rotted, which may not have been noticed."""
+
+    def open(self) -> Node:
+        return Node(self.folder, arena=256 * ALIGN)
+
+    def publish(self) -> None:
+        items = self.rng.sample(range(5), self.rng.randint(1, 3))
+        packer, self.number = Packer(ALIGN), self.number + 1
+        for item in items:
+            packer.add(f"t{item}-{self.number}", "uint8", (ALIGN,))
+        digests = [self.node.write(1, bytes([item]) * ALIGN) for item in items]
+        encoded = packer.manifest(digests).encode()
+        manifest = self.node.commit(encoded)
+        self.manifests[manifest], self.owed[manifest] = encoded, {manifest, *digests}
+        self.garbage |= self.owed[manifest]
+
+    def release(self) -> None:
+        manifest = self.rng.choice([*self.manifests])
+        del self.manifests[manifest], self.owed[manifest]
+
+    def fetch_manifest(self) -> None:
+        manifest = self.rng.choice([*self.manifests])
+        if not self.node.table.has(manifest):
+            assert self.node.commit(self.manifests[manifest]) == manifest
+            self.owed[manifest].add(manifest)
+
+    def rot(self) -> None:
+        """Most often a manifest rots; one that was read before is known without its bytes."""
+        chunks = self.node.table._chunks
+        manifests = [d for d in self.manifests if d in chunks] if self.rng.random() < 0.8 else []
+        chunk = chunks[self.rng.choice(manifests or [*chunks])]
+        if chunk.copy is None:
+            self.node.path(chunk.digest).write_bytes(b"rotten")
+            self.rotten = True
+        else:
+            self.node.table.view[chunk.offset] ^= 1
+            if self.node.table.verify(chunk.digest, force=True):
+                return  # from disk
+        for owed in self.owed.values():
+            owed.discard(chunk.digest)
+        self.garbage = set()
+
+    def restart(self) -> None:
+        if self.rng.random() < 0.5:
+            self.node.save_all()
+        saved = {c.digest for c in self.node.table._chunks.values() if c.on_disk}
+        self.node.disk.close()
+        self.node, self.garbage = self.open(), set()
+        for owed in self.owed.values():
+            owed &= saved
+
+    def drop(self) -> None:
+        table, live = self.node.table, set(self.manifests)
+        table.drop(live, table.mark())
+        has = set(table._chunks)
+        for owed in self.owed.values():
+            assert owed <= has
+        needed = live.union(*(table._parsed.get(manifest) or self.owed[manifest] for manifest in live))
+        if not self.rotten:
+            assert not (self.garbage & has) - needed
+        if not table.manifests_to_fetch(live):
+            assert has <= needed
+        self.garbage, self.rotten = set(), False
+
+    def step(self) -> None:
+        steps = [self.publish, self.drop, self.drop, *([self.restart] if self.rng.random() < 0.3 else []),
+                 *([self.release, self.fetch_manifest] if self.manifests else []),
+                 *([self.rot] if self.node.table._chunks else [])]
+        self.rng.choice(steps)()
+
+
+@settings(max_examples=seeds(40))
+@given(seed=st.integers(0, 1 << 32))
+def test_lost_manifests_under_any_order_of_events(seed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        machine = LostManifests(Path(folder), random.Random(seed))
+        try:
+            for _ in range(60):
+                machine.step()
+        finally:
+            machine.node.disk.close()

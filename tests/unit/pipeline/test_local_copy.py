@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from elastic_rl.dcs.codecs.digests import digest_of
 from elastic_rl.dcs.manifest import Slice, TensorEntry
-from elastic_rl.errors import NodeUnavailable
+from elastic_rl.errors import ChunkMissing, NodeUnavailable
 from elastic_rl.pipeline.records import local_copy
 from elastic_rl.pipeline.records.history import Block, History, record_line
 from elastic_rl.pipeline.records.local_copy import LocalCopy
@@ -43,9 +43,12 @@ class Job:
         self.path, self.lock = folder / "steps.jsonl", folder / "lock"
         self.reads: list[int] = []
         self.away: set[int] = set()
+        self.lost = False
         self.copy = LocalCopy(self.path, self.lock, self.history, self)
 
     def segments(self) -> Sequence[Segment]:
+        if self.lost:
+            raise ChunkMissing("the manifest is on no node that answers")
         return self.list
 
     def read(self, segment: Segment) -> bytes:
@@ -147,6 +150,25 @@ def test_copy_goes_on_once_a_segment_can_be_had(tmp_path: Path) -> None:
     found.away.clear()
     found.settle()
     assert found.path.read_bytes() == WHOLE
+
+
+def test_copy_goes_on_without_its_sealed_part_where_that_is_lost_and_its_end_is_the_historys(tmp_path: Path) -> None:
+    sealed, tail = [record_line("run", id="h") + SEALED[0], *SEALED[1:]], b"".join(LINES[16:])
+    first, found = Job(tmp_path, sealed, tail[:len(tail) // 2]), Job(tmp_path, sealed, tail)
+    first.settle()
+    first.copy.close()
+    found.lost = True
+    found.settle()
+    assert found.path.read_bytes() == found.bytes and not found.others() and not found.reads
+    found.history.append(record_line("step", step=99))
+    found.history.commit(found.history.pending()[0])
+    found.settle()
+    assert found.path.read_bytes() == found.bytes
+    for other in (found.bytes.replace(b'"step": 17', b'"step": 71'), found.bytes.replace(b'"id": "h"', b'"id": "g"'),
+                  found.sealed_bytes):
+        found.path.write_bytes(other)
+        with pytest.raises(ChunkMissing):
+            found.settle()
 
 
 def test_full_disk_costs_no_record(tmp_path: Path) -> None:
