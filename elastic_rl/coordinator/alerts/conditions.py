@@ -311,8 +311,13 @@ def under_replication(copies: UnderReplication, now_s: float, snapshot: ClusterS
     nodes = "".join(f"; {what}: {', '.join(ids[:_NODES])}{' …' if len(ids) > _NODES else ''}"
                     for what, ids in (("nodes that are away", away), ("full", full)) if ids)
     worst = min(copies.versions, key=lambda v: v.copies)
-    what_to_do = ("The loss of another node may lose them: bring the hosts back, make room (dcs.disk_bytes, "
-                  "dcs.keep_versions), or add a host" if worst.copies else "Nobody can read them: bring the hosts back")
+    if worst.copies:
+        what_to_do = ("The loss of another node may lose them: bring the hosts back, make room (dcs.disk_bytes, "
+                      "dcs.keep_versions), or add a host")
+    else:
+        what_to_do = "Nobody can read them: " + ("bring the hosts back" if away else
+                                                 "no node is away that could bring them back, and newer versions "
+                                                 "take their place")
     message = f"{described(copies.versions)}, for more than {limit_s:.0f} s: {worst.why}{nodes}. {what_to_do}"
     severity = Severity.WARNING if worst.copies else Severity.ERROR
     return [Condition("dcs.under_replicated", "versions", message, severity)], set()

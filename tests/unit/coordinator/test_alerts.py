@@ -571,7 +571,9 @@ def test_versions_that_stay_short_of_copies_are_one_alert_that_names_what_is_awa
         "could have one; nodes that are away: host-b; full: node-0. The loss of another node may lose them")
     none = UnderReplication((ShortVersion("policy", 1, 0, 2, why),), since_s=100.0)
     [found], _ = under_replication(none, 9e9, seen, 120.0, 0.9)
-    assert found.severity is Severity.ERROR and "Nobody can read them" in found.message
+    assert found.severity is Severity.ERROR and "Nobody can read them: bring the hosts back" in found.message
+    [found], _ = under_replication(none, 9e9, empty_snapshot(registry=[]), 120.0, 0.9)
+    assert found.severity is Severity.ERROR and "no node is away that could bring them back" in found.message
     assert under_replication(UnderReplication(complete=True), 9e9, seen, 120.0, 0.9) == ([], set())
     assert under_replication(UnderReplication(), 9e9, seen, 120.0, 0.9) == ([], kind), "a new leader knows nothing yet"
 
