@@ -167,8 +167,11 @@ def advance(now: float, revision: int, known: Sequence[Alert], holding: Mapping[
                 out.drop.append(alert)
                 continue
             new = _resolved(now, new, audience(new), sending)
-        if new.phase is Phase.PENDING and now - new.since >= new.hold_s:
-            new = new.replace(phase=Phase.FIRING, fired_at=now)
+        if new.phase is Phase.PENDING:
+            # A clock that was set back, or another leader's, may be behind: the condition holds from now on at least.
+            new = new.replace(since=min(new.since, now))
+            if now - new.since >= new.hold_s:
+                new = new.replace(phase=Phase.FIRING, fired_at=now)
         if new != alert:
             out.put.append(new)
     _drop_resolved(now, [a for a in known if not a.open], audience, silences, out)
@@ -185,7 +188,8 @@ def _drop_resolved(now: float, resolved: Sequence[Alert], audience: Audience, si
             if now - alert.fired_at >= TEST_KEEP_S:
                 out.drop.append(alert)
         elif not any(pending(alert, r) for r in audience(alert)):
-            if not alert.notify_resolved or now - alert.resolved_at >= RESOLVED_KEEP_S:
+            # One of the future is of a clock that was set back: what happens from now on would pass for older.
+            if not alert.notify_resolved or abs(now - alert.resolved_at) >= RESOLVED_KEEP_S:
                 out.drop.append(alert)
         else:
             waiting.append(alert)

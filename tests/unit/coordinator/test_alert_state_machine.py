@@ -91,6 +91,24 @@ def test_lasting_condition_fires_once_after_its_hold_time() -> None:
     assert [n.phase for n in m.taken] == [Phase.FIRING] * 2
 
 
+@pytest.mark.parametrize("back_s", [3.0, 3600.0])
+def test_clock_that_is_set_back_delays_an_alert_by_its_hold_time_at_most(back_s: float) -> None:
+    m = Machine()
+    for n in range(12):
+        if n == 4:
+            m.now -= back_s
+        m.advance({gone().key: gone(hold_s=5.0)})
+        assert not m.taken if n < 5 else m.taken or n < 4 + 5
+        m.now += 1.0
+
+
+def test_resolved_alert_of_a_clock_that_was_set_back_does_not_stay_for_as_long() -> None:
+    changes = advance_once(4000.0, holding={gone().key: gone()})
+    resolved = advance_once(4001.0, changes.put).put
+    assert not advance_once(3998.0, resolved).drop, "another leader's clock may be a little behind"
+    assert advance_once(401.0, resolved).drop == resolved
+
+
 def test_condition_and_report_of_the_same_fault_are_one_alert() -> None:
     m = Machine()
     m.advance({}, [Condition("member.dead", "a", "seen by a peer", revision=7)])
