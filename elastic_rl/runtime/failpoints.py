@@ -1,4 +1,5 @@
-"""Points at which a test can kill a process, as by kill -9: of the checkpoint service, and of a coordinator.
+"""Points at which a test can kill a process, as by kill -9: of the checkpoint service, of a coordinator, and of those
+that make a job's steps.
 
     ELASTIC_RL_FAILPOINT=publish.sealed:3   dies when it reaches that point for the third time
 
@@ -22,7 +23,9 @@ ENGINE = ("apply.staged", "apply.torn", "apply.applied")
 OPENING = ("open.pinned", "open.manifest", "open.located")
 NODE = ("node.received", "node.sealed", "disk.partial", "disk.saved", "disk.removed", "node.indexed")
 LEADER = ("leader.elected", "leader.announced")
-POINTS = frozenset((*PUBLISHER, *PULLER, *COLLECTOR, *ENGINE, *OPENING, *NODE, *LEADER))
+ACTOR = ("step.taken", "step.trained", "step.recorded")
+RANK = ("rank.stepped",)
+POINTS = frozenset((*PUBLISHER, *PULLER, *COLLECTOR, *ENGINE, *OPENING, *NODE, *LEADER, *ACTOR, *RANK))
 """All points, by the process that reaches them. The chaos suite kills a process at each of them."""
 
 def parse(value: str) -> tuple[str, int]:

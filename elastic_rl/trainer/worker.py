@@ -36,6 +36,7 @@ from elastic_rl.etcd.records import Severity, StatedWork
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.backoff import RetryBackoff
+from elastic_rl.runtime.failpoints import reach
 from elastic_rl.trainer.broadcast import Message, Order, broadcast_message
 from elastic_rl.trainer.checkpoint.checkpoints import Checkpoints
 from elastic_rl.trainer.device_phases import TrainerGroupPhases
@@ -414,6 +415,7 @@ class TrainerWorker(GroupWorker):
     def _stepped(self, command: TrainCommand, metrics: dict[str, Any]) -> dict[str, Any] | None:
         """Goes on to the state of a step after its update(s), and publishes what is to be published."""
         self.progress = after_update(self.progress, command)
+        reach("rank.stepped")
         if self.reference is not None:
             if command.phase == "rl":
                 metrics["reference_step"] = self.progress.reference

@@ -28,6 +28,7 @@ from elastic_rl.pipeline.stages.trainer import TrainerAccess, TrainerStages
 from elastic_rl.pipeline.training.group_trials import GroupTrials
 from elastic_rl.pipeline.training.step_maker import StepMaker
 from elastic_rl.pipeline.training.training_batch import TrainingBatches
+from elastic_rl.runtime.failpoints import reach
 from elastic_rl.telemetry import traces
 
 
@@ -105,10 +106,12 @@ class RlStages(TrainerStages):
                 effect.step, groups, policy_version=effect.policy_version,
                 dropped={reason: len(dropped) for reason, dropped in taken.consumption.dropped.items()})
             cursor = {**effect.cursor, **known_before(metrics, taken.consumption.trained)}
+            reach("step.taken")
             try:
                 made, advantages = self._maker.make(taken, effect.step, timer, cursor)
             except GroupsFailed as e:
                 return NotTrained(e.ordinals)
+        reach("step.trained")
         trained = {**taken.metrics, **made, **self._generation.take_metrics()}
         timer.move("train", "publish_stall", float(trained["publish_stall_s"]))
         term.step, version = effect.step, int(trained["policy_version"])
@@ -121,6 +124,7 @@ class RlStages(TrainerStages):
         term.write(metrics=metrics, step=effect.step, reward=metrics.reward, policy_version=version,
                    staleness=metrics.staleness, samples=term.samples.ops(effect.step, groups, advantages),
                    **self._updates.add(effect.step, trained, term.status.latest))
+        reach("step.recorded")
         term.events.responses(metrics, self._source)
         term.events.logprob_difference(metrics, trained["logprob_diff_max"], term.cfg.logprob_tolerance)
         return version
