@@ -28,6 +28,7 @@ from elastic_rl.engine.server.sglang_server import EngineServer, SGLangServer, S
 from elastic_rl.engine.update_turns import PoolSlots, UpdateTurn
 from elastic_rl.errors import (
     ChunkCorrupt,
+    ChunkMissing,
     Compacted,
     DeadlineExceeded,
     ElasticRLError,
@@ -118,7 +119,7 @@ class EngineRunner:
         self._record = EngineRecord(ctx, self._etcd, engine_id, self._member.incarnation)
         self._started_at = time.time()
         self._pull_apply_s = self._pause_s = 0.0
-        self._corrupt_version = 0
+        self._unfetchable_version = 0
         self._checksum = ""
         self._alive_at = time.time()
         self._holds_device = False
@@ -336,8 +337,8 @@ class EngineRunner:
     def _update(self, puller: Puller, target: Version) -> bool:
         """See ``_sync``."""
         began = time.monotonic()
-        if self._corrupt_version not in (0, target.number):  # of another version nothing is known
-            self._corrupt_version = 0
+        if self._unfetchable_version not in (0, target.number):  # of another version nothing is known
+            self._unfetchable_version = 0
             self._write_soon()
         try:
             with traces.span("engine.sync", parent=traces.extract(target.meta.get("trace")), engine=self._id,
@@ -375,7 +376,7 @@ class EngineRunner:
             self._record.emit(event_kinds.ENGINE_FETCH_RECOVERED, f"engine {self._id} has version {target.number} now",
                        version=target.number)
         self._fetch_failures.succeeded()
-        self._corrupt_version = 0
+        self._unfetchable_version = 0
         self._lifecycle = self._lifecycle.verified(target.number)
         self._before_routing()
         if self._needs:  # first: the driver takes out of the router what its record calls behind
@@ -480,13 +481,13 @@ class EngineRunner:
                         raise EngineFailed(f"the weights may have changed while they were loaded: {e.message}") from e
 
     def _on_fetch_failed(self, target: Version, error: ElasticRLError) -> None:
-        """Counts the failure, and reports a row of them once, and at once that the version is corrupt: who has the
-        weights need not wait then. Raises EngineFailed when it is this engine that cannot fetch, and not the checkpoint
-        service that does not serve."""
+        """Counts the failure, and reports a row of them once, and at once that no sound copy of the version was found:
+        who has the weights need not wait then. Raises EngineFailed when it is this engine that cannot fetch, and not
+        the checkpoint service that does not serve."""
         log.warning("engine %s cannot fetch version %d: %s", self._id, target.number, error)
-        corrupt = target.number if isinstance(error, ChunkCorrupt) else 0
-        if corrupt != self._corrupt_version:
-            self._corrupt_version = corrupt
+        unfetchable = target.number if isinstance(error, ChunkCorrupt | ChunkMissing) else 0
+        if unfetchable != self._unfetchable_version:
+            self._unfetchable_version = unfetchable
             self._write_soon()
         failures, now = self._fetch_failures, time.monotonic()
         cause = f"{type(error).__name__}: {error}"
@@ -734,7 +735,7 @@ class EngineRunner:
                       url=server.url if server.pid or self._external else "", pid=server.pid,
                       version=lifecycle.version, applying=lifecycle.applying, started_at=self._started_at,
                       updated_at=time.time(), pull_apply_s=self._pull_apply_s, pause_s=self._pause_s,
-                      corrupt_version=self._corrupt_version,
+                      unfetchable_version=self._unfetchable_version,
                       layout=server.layout, checksum=self._checksum, running=self._load.running,
                       slots=0 if self._external else self._cfg.max_running_requests,
                       waiting=self._load.waiting, token_usage=self._load.token_usage, load_known=self._load.known,

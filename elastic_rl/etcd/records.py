@@ -352,9 +352,9 @@ class Engine(Record):
     """Seconds from seeing the head to the verified weights, for ``version``."""
     pause_s: float = 0.0
     """Seconds of them in which the engine generated no token."""
-    corrupt_version: int = 0
-    """Version of which its last pull found corrupt copies of a chunk, and no other one; 0 where that ended otherwise.
-    """
+    unfetchable_version: int = 0
+    """Version of which its last pull found no sound copy of a chunk: corrupt ones only, or none on any node that
+    answers; 0 where that ended otherwise."""
     layout: str = ""
     """Digest of how its weights are laid out in memory; engines of one layout and version have the same checksum."""
     checksum: str = ""

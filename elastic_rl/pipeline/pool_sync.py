@@ -54,12 +54,12 @@ class Republish:
     With one replica a node that dies takes the chunks along that were not on its disk yet. A committed version may then
     be one that nobody can fetch, while the trainer has the very weights. An engine that lacks a version for several
     times as long as its last pull took may be waiting for that, or merely be slow: so this asks for a look, which is
-    dear, and not for a publish. One that has found corrupt copies only is not slow: the first look is at once. What was
+    dear, and not for a publish. One that has found no sound copy is not slow: the first look is at once. What was
     published again and is lost once more is looked at ever less often, up to an hour."""
 
     def __init__(self, first_pull_s: float, version: int) -> None:
         """``first_pull_s``: how long the first pull of an engine, of which nothing is known, may take. ``version``: the
-        one that is waited for; that an older one was corrupt says nothing of it."""
+        one that is waited for; that an older one could not be had says nothing of it."""
         self._first_pull_s, self._version = first_pull_s, version
         self._since: dict[str, float] = {}
         self._times, self._has_looked = 0, False
@@ -72,10 +72,10 @@ class Republish:
         usual_s = max(FIRST_S, _PULLS * longest_pull_s)
 
         def over(engine: Engine) -> bool:
-            is_corrupt = engine.corrupt_version >= self._version
-            if is_corrupt and not self._has_looked:
+            has_failed = engine.unfetchable_version >= self._version
+            if has_failed and not self._has_looked:
                 return True
-            is_first_pull = not (engine.version or engine.pull_apply_s or is_corrupt)
+            is_first_pull = not (engine.version or engine.pull_apply_s or has_failed)
             limit_s = max(usual_s, self._first_pull_s) if is_first_pull else usual_s
             return now - self._since[engine.id] >= doubled_s(self._times + 1, limit_s, max(limit_s, _MAX_S))
 

@@ -44,7 +44,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = EngineRunner.__new__(EngineRunner)
     made._id, made._router_url, made._external, made._unwritten = "a", "", False, False
     made._lifecycle = EngineLifecycle().up().begin(1).verified(1).routed()
-    made._needs = made._corrupt_version = 0
+    made._needs = made._unfetchable_version = 0
     made._drain, made._hurry, made._stop = threading.Event(), threading.Event(), threading.Event()
     made._member = SimpleNamespace(progress=lambda *_: None)
     made._cfg = SimpleNamespace(drain_timeout_s=60.0, drain_mode="hand_over")
@@ -72,21 +72,21 @@ def test_load_that_changes_all_the_time_is_written_seldom_and_its_loss_at_once(r
     assert written == [(0, True), (5, True), (10, True), (10, False), (12, True)]
 
 
-def test_corrupt_version_is_in_the_record_until_a_pull_ends_otherwise(runner: Any) -> None:
+def test_version_without_a_sound_copy_is_in_the_record_until_a_pull_ends_otherwise(runner: Any) -> None:
     written: list[int] = []
-    runner._corrupt_version, runner._fetch_failures = 0, FetchFailures(60.0, min_failures=100)
-    runner._write = lambda: written.append(runner._corrupt_version)
-    for error in (ChunkMissing("gone"), ChunkCorrupt("bits"), ChunkCorrupt("bits"), NodeUnavailable("away")):
+    runner._unfetchable_version, runner._fetch_failures = 0, FetchFailures(60.0, min_failures=100)
+    runner._write = lambda: written.append(runner._unfetchable_version)
+    for error in (NodeUnavailable("away"), ChunkMissing("gone"), ChunkCorrupt("bits"), NodeUnavailable("away")):
         runner._on_fetch_failed(SimpleNamespace(number=7), error)
     assert written == [7, 0]
 
 
 @pytest.mark.parametrize(("target", "written"), [(7, []), (8, [0])])
-def test_corrupt_version_is_not_in_the_record_while_another_one_is_pulled(
+def test_version_without_a_sound_copy_is_not_in_the_record_while_another_one_is_pulled(
         runner: Any, target: int, written: list[int]) -> None:
     saved: list[int] = []
-    runner._corrupt_version = 7
-    runner._write = lambda: saved.append(runner._corrupt_version)
+    runner._unfetchable_version = 7
+    runner._write = lambda: saved.append(runner._unfetchable_version)
 
     def staged(*_: Any) -> Any:
         raise _Leaves

@@ -126,7 +126,7 @@ def test_version_that_no_new_engine_can_get_while_samples_are_made_is_published_
     pool = Watched(monkeypatch, [engine(version=5)])
     monkeypatch.setattr(pool_sync, "unserved", lambda *_: pool.found if not serves(pool.found, 0) else None)
     assert pool.wait.poll() and pool.sync.no_engine() == "" and not pool.looks
-    pool.found = [engine(EngineState.SYNCING, version=0).replace(corrupt_version=5)]
+    pool.found = [engine(EngineState.SYNCING, version=0).replace(unfetchable_version=5)]
     wait_until(lambda: pool.sync.no_engine() and pool.looks, what="a look at once, which finds nothing lost")
     assert not pool.published
     monkeypatch.setattr(pool_sync, "FIRST_S", 0.0)
@@ -258,16 +258,16 @@ def test_first_pull_of_an_engine_may_take_longer_than_later_ones():
 
 
 def test_corrupt_version_is_looked_at_at_once_and_then_as_often_as_others():
-    corrupt = engine(EngineState.SYNCING, version=0).replace(corrupt_version=4)
+    corrupt = engine(EngineState.SYNCING, version=0).replace(unfetchable_version=4)
     found = looked_at(Republish(100.0, 4), lambda now: [corrupt] if now > 2 else [], range(40), lost=False)
     assert found == [3, 18, 33]
     assert looked_at(Republish(100.0, 4), lambda now: [corrupt], range(100), lost=True) == [0, 30, 90]
-    has_it = engine(version=4).replace(corrupt_version=4)
+    has_it = engine(version=4).replace(unfetchable_version=4)
     assert looked_at(Republish(first_pull_s=100.0, version=5), lambda now: [has_it], range(20), lost=False) == [15]
 
 
 def test_older_version_that_was_corrupt_says_nothing_of_the_one_that_is_waited_for():
-    new = engine(EngineState.SYNCING, version=0).replace(corrupt_version=3)
+    new = engine(EngineState.SYNCING, version=0).replace(unfetchable_version=3)
     for version, looks in ((3, [0]), (2, [0]), (4, [])):
         assert looked_at(Republish(100.0, version), lambda now: [new], range(15), lost=False) == looks
     assert looked_at(Republish(100.0, 4), lambda now: [new], range(250), lost=True) == [100], "its first pull"
