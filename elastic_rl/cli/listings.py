@@ -223,9 +223,9 @@ def failure_policy(ctx: typer.Context, file: File = None, output: Output = Forma
         return
     rows = [{**r, "counts": "yes" if r["counts"] else ""} for r in rows]
     tables.show(out, rows, ("part", "fault", "action", "counts", "does"), output, wide=("meanwhile",))
-    out.print(f"\nFaults that count use up a part's budget: more than {cfg.max_faults} within "
-              f"{cfg.fault_window_s:g} s cause a global restart, and {cfg.max_global_restarts} of those without "
-              "progress end the run.", highlight=False)
+    out.print(f"\nFaults that count use up a part's budget: more than {cfg.max_faults}, each within "
+              f"{cfg.fault_window_s:g} s of the one before and without a step in between, cause a global restart, and "
+              f"{cfg.max_global_restarts} of those without progress end the run.", highlight=False)
 
 
 # -- events ------------------------------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ class FailurePolicyConfig(Section):
     """How often a part is restarted in place before the whole compute plane is, and when the run is stopped."""
 
     max_faults: Positive = 5
-    """Number of faults of one part (the trainer group, a role, the driver) within ``fault_window_s`` that are handled
-    by a restart in place though the run gets no further between them: no step, no finished prompt group and no part of
-    a step. One more leads to a global restart."""
-    fault_window_s: Seconds = 600.0
-    """Seconds after which a fault no longer counts against ``max_faults``. Progress of the run ends the count too."""
+    """Number of faults of one part (the trainer group, a role, the driver) in a row, without a step of the run in
+    between, that are handled by a restart in place. One more leads to a global restart."""
+    fault_window_s: Seconds = 3600.0
+    """Faults of one part are in a row while each comes within this many seconds of the one before: longer than a part
+    may take to be there again and to fail."""
     fault_merge_s: Seconds = 10.0
     """Faults of one part within this many seconds of each other count as one, since the ranks of a group fail
     together."""

@@ -102,11 +102,12 @@ class FailureController:
 
     def act(self, snapshot: ClusterSnapshot) -> None:
         """Takes the actions that are due. Raises Fenced and EtcdUnavailable; then the next pass takes them."""
+        progress = policy.progress_of(snapshot.status)
         for target, found in snapshot.faults.items():
             known = policy.of_epoch(found, snapshot.epoch)
             if known.operation and self._follow(known, snapshot):
                 continue  # the next pass acts on what it wrote
-            match policy.due(known, snapshot.leader_time):
+            match policy.due(known, snapshot.leader_time, progress):
                 case RecoveryAction.RESTART:
                     self._restart(target, known, snapshot)
                 case RecoveryAction.GLOBAL_RESTART:

@@ -2,11 +2,11 @@
 
 Most faults are recovered by the part next to them: the driver replaces engines, torch elastic re-forms the trainer
 group, Ray Serve replaces role replicas, the run's process the driver. The leader restarts what hangs, and counts. When
-one part has more faults than its budget within the window and the run gets no further between them, or its restart is
-not carried out, recovery in place does not help, and the whole compute plane is restarted. Several global restarts that
-follow one another closely, without any progress in between, are a crash loop: the run stops, everything is kept, and an
-alert fires. The run's process has a rule for the drivers that it starts (``after_driver_ended``), since the leader does
-not see one that ends before it has registered.
+one part has more faults in a row than its budget, without a step of the run in between, or its restart is not carried
+out, recovery in place does not help, and the whole compute plane is restarted. Several global restarts that follow one
+another closely, without any progress in between, are a crash loop: the run stops, everything is kept, and an alert
+fires. The run's process has a rule for the drivers that it starts (``after_driver_ended``), since the leader does not
+see one that ends before it has registered.
 
 Times are seconds of the leader clock (``leader_clock``), so that budgets and backoffs hold over a change of leaders
 whose wall clocks differ.
@@ -139,17 +139,19 @@ def of_epoch(log: FaultLog, epoch: int) -> FaultLog:
 def record_fault(log: FaultLog, rule: FailureRule, reason: str, now: float, progress: int,
                  cfg: FailurePolicyConfig) -> FaultLog:
     """The log of the present epoch after a fault. Faults of one target that come together (ranks of a group) count
-    once. Where the run has got further than at any of those before, recovery in place has helped, and they are over."""
-    seen = [o for o in log.occurrences if now - o.at < cfg.fault_window_s]
-    if _has_moved(seen, progress):
+    once. A row of them ends with a step of the run, which recovery in place has led to, and after ``fault_window_s``
+    without one."""
+    seen = log.occurrences
+    if seen and _has_stepped(seen, progress):
+        seen, log = [], cleared(log)
+    if seen and now - seen[-1].at >= cfg.fault_window_s:
         seen = []
     together = bool(seen) and now - seen[-1].at < cfg.fault_merge_s
     if rule.counts and not together:
         seen = [*seen, FaultOccurrence(at=now, progress=progress)][-(cfg.max_faults + 1):]
     log = log.replace(occurrences=seen)
     if rule.counts and len(seen) > cfg.max_faults:
-        reason = (f"{counted(len(seen), 'fault')} of {log.target} within {cfg.fault_window_s:.0f} s without progress; "
-                  f"the last: {reason}")
+        reason = f"{counted(len(seen), 'fault')} of {log.target} without a step in between; the last: {reason}"
         return _request(log, RecoveryAction.GLOBAL_RESTART, reason, now, cfg)
     return _request(log, rule.action, reason, now, cfg)
 
@@ -167,13 +169,15 @@ def in_a_row(before: Sequence[FaultOccurrence], now: float, job: JobStatus | Non
     of them found the run as far. Restarts that are hours apart are no loop, however long a step takes."""
     window_s = max(cfg.crash_loop_window_s, cfg.crash_loop_steps * (job.step_s if job is not None else 0.0))
     restart = FaultOccurrence(at=now, progress=progress_of(job))
-    if before and (now - before[-1].at > window_s or _has_moved(before, restart.progress)):
-        before = []
+    if not before or now - before[-1].at > window_s or restart.progress > max(o.progress for o in before):
+        return [restart]
     return [*before, restart]
 
 
-def _has_moved(before: Iterable[FaultOccurrence], progress: int) -> bool:
-    return all(progress > occurrence.progress for occurrence in before)
+def _has_stepped(before: Iterable[FaultOccurrence], progress: int) -> bool:
+    """Whether the run has made a step since. Groups and parts of a step are no progress of the part that fails: engines
+    go on without a trainer, and steps without one replica of a role."""
+    return progress // _PIECES > max(o.progress for o in before) // _PIECES
 
 
 def is_crash_loop(in_a_row: Sequence[FaultOccurrence], cfg: FailurePolicyConfig) -> bool:
@@ -212,8 +216,11 @@ def cleared(log: FaultLog) -> FaultLog:
     return log.replace(pending=RecoveryAction.NONE, due_at=0.0)
 
 
-def due(log: FaultLog, now: float) -> RecoveryAction:
-    """The action that is due now about a target."""
+def due(log: FaultLog, now: float, progress: int) -> RecoveryAction:
+    """The action that is due now about a target. A global restart that faults have led to is none any more once the
+    run has made a step since."""
+    if log.pending is RecoveryAction.GLOBAL_RESTART and log.occurrences and _has_stepped(log.occurrences, progress):
+        return RecoveryAction.NONE
     return log.pending if now >= log.due_at else RecoveryAction.NONE
 
 

@@ -52,25 +52,48 @@ def test_every_part_has_a_rule_for_each_fault() -> None:
 
 def test_deaths_within_the_budget_need_no_action_of_the_leader() -> None:
     log = after(TRAINER_DEAD, [0, 10, 20])
-    assert policy.due(log, 20) is RecoveryAction.NONE
+    assert policy.due(log, 20, 0) is RecoveryAction.NONE
     log = after(TRAINER_DEAD, [30], log=log)
     assert log.pending is RecoveryAction.GLOBAL_RESTART
     assert "4 faults" in log.reason
 
 
-def test_faults_with_progress_between_them_are_recovered_in_place() -> None:
+def steps(count: int, pieces: int = 0) -> int:
+    return policy.progress_of(rl(count, pieces))
+
+
+def test_faults_with_steps_between_them_are_recovered_in_place() -> None:
     log = FaultLog(target="trainer")
     for n in range(20):
-        log = after(TRAINER_DEAD, [10.0 * n], progress=n, log=log)
+        log = after(TRAINER_DEAD, [10.0 * n], progress=steps(n), log=log)
         assert (len(log.occurrences), log.pending) == (1, RecoveryAction.NONE)
-    log = after(TRAINER_DEAD, [200.0, 210.0, 220.0], progress=18, log=log)
+    log = after(TRAINER_DEAD, [200.0, 210.0, 220.0], progress=steps(18), log=log)
     assert log.pending is RecoveryAction.GLOBAL_RESTART, "steps that are done again are no progress"
 
 
-def test_backoff_begins_anew_once_the_run_has_got_further() -> None:
+def test_groups_of_engines_that_go_on_do_not_hide_that_the_trainer_never_works() -> None:
+    log, waits = FaultLog(target="trainer"), []
+    for n in range(4):
+        log = after(TRAINER_HUNG, [20.0 * n], progress=steps(7, pieces=n), log=policy.cleared(log))
+        waits.append(log.due_at - 20.0 * n)
+    assert log.pending is RecoveryAction.GLOBAL_RESTART and waits[:3] == [0.0, 2.0, 4.0]
+
+
+def test_backoff_begins_anew_once_the_run_has_made_a_step() -> None:
     log = policy.cleared(after(TRAINER_HUNG, [0.0, 10.0]))
-    log = after(TRAINER_HUNG, [20.0], progress=1, log=log)
+    log = after(TRAINER_HUNG, [20.0], progress=steps(1), log=log)
     assert (log.pending, log.due_at) == (RecoveryAction.RESTART, 20.0)
+
+
+def test_global_restart_is_not_carried_out_once_the_run_has_made_a_step() -> None:
+    log = after(TRAINER_DEAD, [0, 10, 20, 30], progress=steps(0))
+    assert policy.due(log, 99.0, steps(0)) is RecoveryAction.GLOBAL_RESTART
+    assert policy.due(log, 99.0, steps(0, pieces=9)) is RecoveryAction.GLOBAL_RESTART
+    assert policy.due(log, 99.0, steps(1)) is RecoveryAction.NONE
+    again = after(TRAINER_DEAD, [40.0], progress=steps(1), log=log)
+    assert (len(again.occurrences), again.pending) == (1, RecoveryAction.NONE), "it has begun a new row"
+    stuck = policy.restart_failed(FaultLog(target="trainer"), "e", 60.0, CFG, carried_out=False)
+    assert policy.due(stuck, 60.0, steps(1)) is RecoveryAction.GLOBAL_RESTART, "no fault has led to it"
 
 
 def test_global_restart_ends_what_was_counted_and_pending_of_a_part_but_not_of_the_job() -> None:
@@ -83,8 +106,10 @@ def test_global_restart_ends_what_was_counted_and_pending_of_a_part_but_not_of_t
     assert policy.of_epoch(job, 2) == job
 
 
-def test_faults_outside_the_window_do_not_count() -> None:
-    assert after(TRAINER_DEAD, [0, 40, 80, 120, 160, 200, 240]).pending is RecoveryAction.NONE
+def test_faults_that_are_apart_are_no_row_and_those_that_are_not_are_one_however_long() -> None:
+    assert after(TRAINER_DEAD, [n * 100.0 for n in range(20)]).pending is RecoveryAction.NONE
+    slow = after(TRAINER_DEAD, [n * 99.0 for n in range(4)])
+    assert slow.pending is RecoveryAction.GLOBAL_RESTART, "a part that takes a while to fail again"
 
 
 def test_faults_of_one_target_that_come_together_count_once() -> None:
@@ -98,8 +123,8 @@ def test_hung_part_is_restarted_with_exponential_backoff() -> None:
         log = after(TRAINER_HUNG, [at], log=log)
         assert log.pending is RecoveryAction.RESTART
         waits.append(log.due_at - at)
-        assert policy.due(log, log.due_at - 0.01 if waits[-1] else -0.01) is RecoveryAction.NONE
-        assert policy.due(log, log.due_at) is RecoveryAction.RESTART
+        assert policy.due(log, log.due_at - 0.01 if waits[-1] else -0.01, 0) is RecoveryAction.NONE
+        assert policy.due(log, log.due_at, 0) is RecoveryAction.RESTART
         log = policy.cleared(log)
     assert waits == [0.0, 2.0, 4.0]
 
@@ -108,7 +133,7 @@ def test_restart_that_is_not_carried_out_leads_to_a_global_restart() -> None:
     log = policy.cleared(after(TRAINER_HUNG, [0.0])).replace(operation="op-1")
     stuck = policy.restart_failed(log, "waiting for trainer to be stopped", 60.0, CFG, carried_out=False)
     assert (stuck.pending, stuck.operation) == (RecoveryAction.GLOBAL_RESTART, "")
-    assert policy.due(stuck, 60.0) is RecoveryAction.GLOBAL_RESTART and "not carried out" in stuck.reason
+    assert policy.due(stuck, 60.0, 0) is RecoveryAction.GLOBAL_RESTART and "not carried out" in stuck.reason
     slow = policy.restart_failed(log, "0 of 2 ranks work", 60.0, CFG, carried_out=True)
     assert (slow.pending, slow.operation) == (RecoveryAction.NONE, "")
     job = FaultLog(target=JOB, operation="op-2")
@@ -224,9 +249,9 @@ def test_run_without_progress_is_stopped_and_one_with_progress_never(dead: Failu
         now += rng.uniform(6.0, 20.0)
         rule = hung if rng.random() < 0.3 else dead
         part = policy.of_epoch(FaultLog.decode(part.encode()), epoch)
-        part = policy.record_fault(part, rule, "r", now, progress, CFG)
+        part = policy.record_fault(part, rule, "r", now, steps(progress), CFG)
         now += rng.uniform(0.0, 3.0)
-        action = policy.due(part, now)
+        action = policy.due(part, now, steps(progress))
         if action is RecoveryAction.GLOBAL_RESTART:
             restarts += 1
             progress += moving
@@ -234,7 +259,7 @@ def test_run_without_progress_is_stopped_and_one_with_progress_never(dead: Failu
             epoch += 1
         elif action is RecoveryAction.RESTART:
             part = policy.cleared(part)
-        if policy.due(job, now) is RecoveryAction.STOP:
+        if policy.due(job, now, steps(progress)) is RecoveryAction.STOP:
             stopped = True
             break
     assert stopped != moving
