@@ -140,11 +140,12 @@ class _Account:
                 self.consequences.add((kind, subject))
             return fits
         of, one = parts(kind), (kind.partition(".")[0], subject)
-        if self.left and (of & self.main or names(self.fault, subject)):
-            self.left -= 1
+        is_main = bool(of & self.main)
+        if not is_main and of & self.also and one not in self.others:  # what is left is for the main part
             self.others.add(one)
             return True
-        if of & self.also and one not in self.others:
+        if self.left and (is_main or names(self.fault, subject)):
+            self.left -= 1
             self.others.add(one)
             return True
         return False

@@ -97,7 +97,7 @@ class FaultLog(Record):
 
     target: str
     epoch: int = 0
-    """Number of the epoch that they are of. The log of the job, whose faults are global restarts, has none."""
+    """Number of the epoch in which the log was begun. That of the job, whose faults are global restarts, has none."""
     occurrences: list[FaultOccurrence] = []
     """Those in a row, without a step of the run in between, the oldest first."""
     pending: RecoveryAction = RecoveryAction.NONE

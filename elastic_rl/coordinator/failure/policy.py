@@ -130,10 +130,12 @@ def ended_by_refusal(member: LastSeen, found: Iterable[tuple[int, Event]]) -> bo
         event.kind == kinds.refused.name and revision > member.registered_revision for revision, event in found)
 
 
-def of_epoch(log: FaultLog, epoch: int) -> FaultLog:
-    """The log as it counts in an epoch. A global restart, whoever asked for it, replaces all parts: what their faults
-    before it had used up, left pending or begun is over. Global restarts themselves count over epochs."""
-    return log if log.target == JOB or log.epoch == epoch else FaultLog(target=log.target, epoch=epoch)
+def of_epoch(log: FaultLog, epoch: int, ended: int) -> FaultLog:
+    """The log as it counts in an epoch. ``ended``: epochs up to this one were ended by a global restart, whoever asked
+    for it. That replaces all parts: what their faults before it had used up, left pending or begun is over. A driver
+    that raises the epoch by itself, as on another host, has taken no such decision: the faults go on counting. So do
+    global restarts themselves."""
+    return log if log.target == JOB or log.epoch > ended else FaultLog(target=log.target, epoch=epoch)
 
 
 def record_fault(log: FaultLog, rule: FailureRule, reason: str, now: float, progress: int,

@@ -64,12 +64,15 @@ from elastic_rl.errors import (
     VersionNotFound,
 )
 from elastic_rl.runtime import failpoints
+from elastic_rl.runtime.backoff import RetryBackoff
 
 log = logging.getLogger(__name__)
 
 _STOP_POLL_S = 0.5
 _HELLO_BYTES = 16 << 10
 """Longest header of a connection that has not authenticated."""
+_MANIFESTS_S = (1.0, 60.0)
+"""First and longest pause before manifests are asked for again that no node has."""
 _DELTA_CACHE_BYTES = 64 << 20
 _TLS_HANDSHAKE = b"\x16"
 """First byte of a TLS connection; never that of a message of ours."""
@@ -127,6 +130,8 @@ class NodeServer:
         self._limiter = SendLimiter(settings.max_sends, settings.max_sends_per_peer,
                                     max_waiting=limits.connections // 2)
         self._deltas = DeltaCache(_DELTA_CACHE_BYTES)
+        self._fetches, self._lacks = RetryBackoff(*_MANIFESTS_S), ""
+        """Of manifests that a sweep needs, and why the last one that could not be had could not."""
         self._stop = threading.Event()
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
@@ -350,14 +355,27 @@ class NodeServer:
             return {}
         live, released, session.live, session.released = session.live, session.released, [], []
         manifests = self._index.kept(str(header["catalog"]), count(header["commits"]), live, released)
-        lacks = ""
-        for manifest in self._table.manifests_to_fetch(manifests):
+        if missing := self._table.manifests_to_fetch(manifests):
+            self._fetch_manifests(missing)
+        else:
+            self._lacks = ""
+        dropped, freed = self._table.drop(manifests, count(header["mark"]))
+        return {"chunks": dropped, "nbytes": freed, "lacks": self._lacks}
+
+    def _fetch_manifests(self, missing: Sequence[str]) -> None:
+        """What no node has is asked for ever less often: each time all nodes are asked."""
+        if not self._fetches.is_due(time.monotonic()):
+            return
+        self._lacks = ""
+        for manifest in missing:
             try:
                 self._fetcher.fetch([manifest], (), None)
             except ElasticRLError as e:
-                lacks = e.message
-        dropped, freed = self._table.drop(manifests, count(header["mark"]))
-        return {"chunks": dropped, "nbytes": freed, "lacks": lacks}
+                self._lacks = e.message
+        if self._lacks:
+            self._fetches.failed(time.monotonic())
+        else:
+            self._fetches.reset()
 
     # -- giving chunks -----------------------------------------------------------------------------------------------
     def _get(self, session: Session, header: dict[str, Any]) -> None:

@@ -12,8 +12,8 @@ When may a chunk be *dropped*, so that no committed version ever loses one?
   to a version whose commit the garbage collector has seen, or to none.
 - A manifest comes to a node before its chunks may be dropped. A live manifest that is absent therefore stands for a
   version of which nothing is here, unless chunks were found on disk at the start or a chunk was lost: then nothing that
-  had come by then is dropped until every live manifest is here (``manifests_to_fetch``). What came later still is: a
-  manifest that is lost everywhere must not fill the node for good.
+  had come by the time at which it was first missed is dropped before it is here (``manifests_to_fetch``). What came
+  later still is: a manifest that is lost everywhere must not fill the node, but for what each restart finds.
 
 When is a chunk *saved* to disk? When nothing holds it and the grace is over, in the background, version by version
 (``save_queue``).
@@ -78,8 +78,9 @@ class ChunkTable:
         self._located: dict[int, dict[str, dict[int, Copy]]] = {}  # connection -> token -> offset -> copy
         self._corrupt: dict[str, None] = {}  # dropped for their bytes, oldest first
         self._lost = 0  # chunks that were dropped for their bytes
-        # Chunks that came with this use or before may be of a live version whose manifest is absent; -1: none may.
+        # Chunks that came with this use or before may be of a version whose manifest is absent; -1: none may.
         self._unsure_upto = -1
+        self._missed: dict[str, int] = {}  # live manifest that is absent -> that number when it was first missed
         self._parsed: dict[str, frozenset[str]] = {}  # manifest digest -> its chunks
         self._queue = SaveQueue(self._chunks, self._lock, changed, clock, enabled=disk is not None)
         self._tiers = Tiers(view, disk, self._queue, changed, verify_every_s=verify_every_s, clock=clock,
@@ -338,7 +339,7 @@ class ChunkTable:
         with self._lock:
             if self._unsure_upto < 0:
                 return []
-            return sorted(d for d in live if d not in self._chunks and d not in self._parsed)
+            return sorted(d for d in live if d not in self._chunks)
 
     def drop(self, live: set[str], mark: int) -> tuple[int, int]:
         """Drops what no live manifest refers to, was not touched after ``mark`` and is not held: (chunks, bytes).
@@ -346,18 +347,23 @@ class ChunkTable:
         ``live``: digests of manifests. While one of them is absent, what may be of its version is kept. Raises
         ChunkCorrupt, and drops nothing, for one that cannot be decoded: it may be of a newer release.
         """
-        keep, unsure_upto, absent = set(live), self._unsure_upto, False
+        keep, unsure_upto, absent = set(live), self._unsure_upto, list[str]()
         for digest in live:
-            chunks = self._chunks_of(digest)
-            keep |= chunks or frozenset()
-            absent |= chunks is None
+            if (chunks := self._chunks_of(digest)) is None:
+                absent.append(digest)
+            else:
+                keep |= chunks
         now = self._clock()
         with self._lock:
-            if not absent and unsure_upto == self._unsure_upto:  # no chunk was lost meanwhile
+            self._missed = {digest: self._missed.get(digest, self._unsure_upto) for digest in absent}
+            kept_upto = max(self._missed.values(), default=-1)
+            in_use = {c.digest for c in self._chunks.values() if c.touched > mark or c.holders or c.keep_until > now}
+            # What came by a loss, and is or was in use since the mark, may be of a version that ``live`` does not know.
+            if (live <= self._chunks.keys() and unsure_upto == self._unsure_upto
+                    and not any(self._chunks[digest].came <= unsure_upto for digest in in_use)):
                 self._unsure_upto = -1
-            kept_upto = self._unsure_upto if absent else -1
-            victims = [c for c in self._chunks.values() if c.digest not in keep and kept_upto < c.came
-                       and c.touched <= mark and not c.holders and c.keep_until <= now]
+            victims = [c for c in self._chunks.values() if c.digest not in keep and c.digest not in in_use
+                       and kept_upto < c.came]
             for chunk in victims:
                 self._forget(chunk)
             self._parsed = {d: chunks for d, chunks in self._parsed.items() if d in live}
@@ -391,6 +397,7 @@ class ChunkTable:
         self._forget(chunk)
         self._lost += 1
         self._unsure_upto = self._touch
+        self._missed.pop(chunk.digest, None)
         if corrupt:
             self._corrupt[chunk.digest] = None
             while len(self._corrupt) > _CORRUPT_KEPT:

@@ -98,12 +98,13 @@ def test_global_restart_is_not_carried_out_once_the_run_has_made_a_step() -> Non
 
 def test_global_restart_ends_what_was_counted_and_pending_of_a_part_but_not_of_the_job() -> None:
     """Two parts use up their budgets together: one global restart helps both, whichever of them asked for it."""
-    before = after(TRAINER_DEAD, [0, 10, 20, 30], log=policy.of_epoch(FaultLog(target="trainer"), 1))
-    assert policy.of_epoch(before, 1) == before and before.pending is RecoveryAction.GLOBAL_RESTART
-    assert policy.of_epoch(before.replace(operation="op-1"), 2) == FaultLog(target="trainer", epoch=2)
-    assert after(TRAINER_DEAD, [40], log=policy.of_epoch(before, 2)).pending is RecoveryAction.NONE
+    before = after(TRAINER_DEAD, [0, 10, 20, 30], log=FaultLog(target="trainer", epoch=1))
+    assert policy.of_epoch(before, 1, 0) == before and before.pending is RecoveryAction.GLOBAL_RESTART
+    assert policy.of_epoch(before.replace(operation="op-1"), 2, 1) == FaultLog(target="trainer", epoch=2)
+    assert after(TRAINER_DEAD, [40], log=policy.of_epoch(before, 2, 1)).pending is RecoveryAction.NONE
+    assert policy.of_epoch(before, 2, 0) == before, "a driver has raised the epoch by itself"
     job = policy.record_restart(FaultLog(target=JOB), 0.0, rl(7), CFG)
-    assert policy.of_epoch(job, 2) == job
+    assert policy.of_epoch(job, 2, 1) == job
 
 
 def test_faults_that_are_apart_are_no_row_and_those_that_are_not_are_one_however_long() -> None:
@@ -242,13 +243,13 @@ def test_run_without_progress_is_stopped_and_one_with_progress_never(dead: Failu
     """A part that fails at random times, with leaders that carry out late; only the log survives a leader. ``moving``:
     the run gets further after each global restart, and no restart in place helps."""
     rng = random.Random(seed)
-    moving, epoch = rng.random() < 0.5, 0
-    part, job = FaultLog(target=dead.part), FaultLog(target=JOB)
+    moving, epoch = rng.random() < 0.5, 1
+    part, job = FaultLog(target=dead.part, epoch=1), FaultLog(target=JOB)
     now, progress, restarts, stopped = 0.0, 0, 0, False
     for _ in range(400):
         now += rng.uniform(6.0, 20.0)
         rule = hung if rng.random() < 0.3 else dead
-        part = policy.of_epoch(FaultLog.decode(part.encode()), epoch)
+        part = policy.of_epoch(FaultLog.decode(part.encode()), epoch, epoch - 1)
         part = policy.record_fault(part, rule, "r", now, steps(progress), CFG)
         now += rng.uniform(0.0, 3.0)
         action = policy.due(part, now, steps(progress))

@@ -295,6 +295,36 @@ def test_manifest_that_is_lost_everywhere_does_not_fill_the_node_for_good(folder
     node.disk.close()
 
 
+def test_further_losses_keep_nothing_more_for_a_manifest_that_is_lost_everywhere(folder: Path) -> None:
+    packer = Packer(KIB)
+    packer.add("t", "uint8", (KIB,))
+    node = Node(folder)
+    digest = node.commit(b"a" * KIB)
+    manifest = node.commit(packer.manifest([digest]).encode())
+    for n in range(20):
+        lost = manifest if not n else node.commit(b"%07d" % n * 100)
+        garbage = node.commit(b"%06d" % n * 100)
+        node.table.view[node.table._chunks[lost].offset] ^= 1
+        assert not node.table.verify(lost, force=True)
+        node.table.drop({manifest}, node.table.mark())
+        assert node.table.has(digest) and node.table.has(garbage) == (not n)
+    node.disk.close()
+
+
+def test_late_drop_leaves_what_is_of_a_version_that_was_committed_since_and_lost_its_manifest(node: Node) -> None:
+    """Order: mark and catalog read of the garbage collector, commit, loss of its manifest, drop, the next sweep."""
+    packer = Packer(KIB)
+    packer.add("t", "uint8", (KIB,))
+    mark = node.table.mark()
+    digest = node.commit(b"a" * KIB)
+    manifest = node.commit(packer.manifest([digest]).encode())
+    node.table.view[node.table._chunks[manifest].offset] ^= 1
+    assert not node.table.verify(manifest, force=True)
+    assert node.table.drop(set(), mark) == (0, 0)
+    assert node.table.manifests_to_fetch({manifest}) == [manifest]
+    assert node.table.drop({manifest}, node.table.mark()) == (0, 0) and node.table.has(digest)
+
+
 def test_drop_after_restart_requires_the_manifest_that_was_lost_before_it(folder: Path) -> None:
     packer = Packer(KIB)
     packer.add("t", "uint8", (KIB,))

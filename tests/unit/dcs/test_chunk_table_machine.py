@@ -167,12 +167,14 @@ class LostManifests:
     def __init__(self, folder: Path, rng: random.Random) -> None:
         self.folder, self.rng = folder, rng
         self.node = self.open()
-        self.manifests: dict[str, bytes] = {}
-        """Encoded, of each live version, by digest."""
+        self.manifests: dict[str, dict[str, bytes]] = {}
+        """What each live version consists of by digest, its manifest first, by the manifest's."""
         self.owed: dict[str, set[str]] = {}
         """Digests that came here for a live version and have not rotted, by its manifest's."""
         self.garbage: set[str] = set()
         """Digests that came after the last loss, and that may be of no live version."""
+        self.marked: tuple[int, set[str]] | None = None
+        """A mark of this process, and the live manifests of that time."""
         self.number, self.rotten = 0, False
         """Number of versions; whether a file has rotted, which may not have been noticed."""
 
@@ -181,24 +183,27 @@ class LostManifests:
 
     def publish(self) -> None:
         items = self.rng.sample(range(5), self.rng.randint(1, 3))
-        packer, self.number = Packer(ALIGN), self.number + 1
+        packer, self.number, before = Packer(ALIGN), self.number + 1, set(self.node.table._chunks)
         for item in items:
             packer.add(f"t{item}-{self.number}", "uint8", (ALIGN,))
-        digests = [self.node.write(1, bytes([item]) * ALIGN) for item in items]
-        encoded = packer.manifest(digests).encode()
+        chunks = {self.node.write(1, data): data for data in (bytes([item]) * ALIGN for item in items)}
+        encoded = packer.manifest([*chunks]).encode()
         manifest = self.node.commit(encoded)
-        self.manifests[manifest], self.owed[manifest] = encoded, {manifest, *digests}
-        self.garbage |= self.owed[manifest]
+        self.manifests[manifest], self.owed[manifest] = {manifest: encoded, **chunks}, {manifest, *chunks}
+        self.garbage |= self.owed[manifest] - before
 
     def release(self) -> None:
         manifest = self.rng.choice([*self.manifests])
         del self.manifests[manifest], self.owed[manifest]
 
-    def fetch_manifest(self) -> None:
+    def fetch(self) -> None:
+        """Another node has what is lacking of a version, or its manifest alone."""
         manifest = self.rng.choice([*self.manifests])
-        if not self.node.table.has(manifest):
-            assert self.node.commit(self.manifests[manifest]) == manifest
-            self.owed[manifest].add(manifest)
+        for digest, data in [*self.manifests[manifest].items()][:self.rng.choice([1, 9])]:
+            if self.node.table.use(digest, None) is None or not self.node.table.verify(digest):
+                assert self.node.commit(data) == digest
+            self.owed[manifest].add(digest)
+        self.garbage = set()
 
     def rot(self) -> None:
         """Most often a manifest rots; one that was read before is known without its bytes."""
@@ -221,26 +226,39 @@ class LostManifests:
             self.node.save_all()
         saved = {c.digest for c in self.node.table._chunks.values() if c.on_disk}
         self.node.disk.close()
-        self.node, self.garbage = self.open(), set()
+        self.node, self.garbage, self.marked = self.open(), set(), None
         for owed in self.owed.values():
             owed &= saved
 
     def drop(self) -> None:
-        table, live = self.node.table, set(self.manifests)
+        table, live, missed = self.node.table, set(self.manifests), set(self.node.table._missed)
         table.drop(live, table.mark())
         has = set(table._chunks)
         for owed in self.owed.values():
             assert owed <= has
         needed = live.union(*(table._parsed.get(manifest) or self.owed[manifest] for manifest in live))
-        if not self.rotten:
+        if not self.rotten and set(table._missed) <= missed:  # what came before one is missed is kept for it
             assert not (self.garbage & has) - needed
         if not table.manifests_to_fetch(live):
             assert has <= needed
         self.garbage, self.rotten = set(), False
 
+    def mark(self) -> None:
+        self.marked = self.node.table.mark(), set(self.manifests)
+
+    def drop_late(self) -> None:
+        """A garbage collector that read the catalog a while ago."""
+        assert self.marked is not None
+        mark, live = self.marked
+        self.node.table.drop(live, mark)
+        for owed in self.owed.values():
+            assert owed <= set(self.node.table._chunks)
+        self.garbage = set()
+
     def step(self) -> None:
-        steps = [self.publish, self.drop, self.drop, *([self.restart] if self.rng.random() < 0.3 else []),
-                 *([self.release, self.fetch_manifest] if self.manifests else []),
+        steps = [self.publish, self.mark, self.drop, self.drop, *([self.restart] if self.rng.random() < 0.3 else []),
+                 *([self.drop_late] if self.marked is not None else []),
+                 *([self.release, self.fetch] if self.manifests else []),
                  *([self.rot] if self.node.table._chunks else [])]
         self.rng.choice(steps)()
 
