@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import stat
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,6 +30,9 @@ _AFTERWARDS_S = 60.0
 """An alert that begins so soon after the recovery from a fault is of that fault."""
 
 
+_BY_FILE = f"the file {ABORT_FILE} is in the folder of the run"
+
+
 class AbortSwitch:
     """The switch that ends a run early, for a reason of this process or by ``chaos abort``. The first reason counts."""
 
@@ -45,12 +49,17 @@ class AbortSwitch:
     def why(self) -> str:
         """Why the run is to end early; "" as long as it is not."""
         if not self._requested.is_set() and self._file.exists():
-            self.request(f"the file {self._file.name} is in the folder of the run")
+            self.request(_BY_FILE)
         return self._why
 
     def wait(self, timeout_s: float) -> None:
         """Returns once the run is to end early, or after so long."""
         self._requested.wait(timeout_s)
+
+
+def by_operator(why: str) -> bool:
+    """Whether somebody has ended a run, by a signal or by the file, and the run not itself. ``why``: of its switch."""
+    return why == _BY_FILE or why in signal.Signals.__members__
 
 
 @contextmanager

@@ -106,6 +106,7 @@ class EventLog:
 _MOST_BYTES = 256 << 20
 """Most bytes of a line: a report of a long run is in the last one."""
 _MOST_S = 1e12
+_MOST_STEPS = 1_000_000_000
 _KINDS = frozenset(kind.value for kind in Kind)
 Form = Callable[[Any], bool]
 """Whether a value is of a form."""
@@ -152,7 +153,7 @@ _FORMS: Mapping[str, Sequence[tuple[Sequence[str], Form, bool]]] = {
     Kind.GAP: ((("first", "last"), _NUMBER, True),),
     Kind.WATCH: ((("client", "prefix"), _TEXT, True), (("revision",), _NUMBER, True), (("key",), _TEXT, False),
                  (("put", "listed"), _TRUTH, False)),
-    Kind.STEP: ((("step",), _NUMBER, True),),
+    Kind.STEP: ((("step",), lambda value: type(value) is int and 0 <= value < _MOST_STEPS, True),),
     Kind.EVENT: ((("name", "subject", "message"), _TEXT, True),),
     Kind.NOTIFICATION: ((("alert", "subject", "phase"), _TEXT, True),),
     Kind.LEFTOVER: ((("what",), _TEXT, True),),

@@ -144,7 +144,7 @@ class _Account:
         if not is_main and of & self.also and one not in self.others:  # what is left is for the main part
             self.others.add(one)
             return True
-        if self.left and (is_main or names(self.fault, subject)):
+        if self.left and (is_main or (one not in self.others and names(self.fault, subject))):
             self.left -= 1
             self.others.add(one)
             return True

@@ -113,8 +113,8 @@ class ConsumedOfSteps(Checker):
 
     def see(self, event: Event) -> None:
         step = int(event["step"])
-        for undone in range(step, self._last + 1):
-            self._effective.pop(undone, None)
+        for undone in [n for n in self._effective if n >= step] if step <= self._last else ():
+            del self._effective[undone]
         before = self._effective.get(step - 1) if self._effective else IntervalSet()
         groups = None if before is None else before | IntervalSet.from_values(event.get("groups") or ())
         self._effective[step], self._last = groups, step

@@ -112,7 +112,7 @@ class Timeline:
         reward = event.get("reward_mean")
         one = StepTime(step, at - seconds, at, int(event.get("samples") or 0),
                        None if reward is None else float(reward))
-        undone = sum(n in self.effective.of for n in range(step, self.effective.last + 1))
+        undone = len(self.effective.undone(step))
         if undone:
             self.redone.append((at, undone))
         self.effective.add(step, one)

@@ -49,9 +49,13 @@ class Effective:
 
     def add(self, step: int, kept: Any) -> None:
         self.done += 1
-        for undone in range(step, self.last + 1):
-            self.of.pop(undone, None)
+        for undone in self.undone(step):
+            del self.of[undone]
         self.of[step], self.last = kept, step
+
+    def undone(self, step: int) -> list[int]:
+        """The steps that are done again from this one on."""
+        return [done for done in self.of if done >= step] if step <= self.last else []
 
     @property
     def redone(self) -> int:
@@ -316,8 +320,8 @@ class WholeRun(StepChecker):
             self.violated(f"the run ended after {made} of {wanted} steps", end)
         elif committed is not None and (wrong := self._wrong(list(committed), made, goes_on=not own)):
             self.violated(f"of {made} steps etcd has {len(committed)}, and {wrong}", end)
-        elif own and (missing := [step for step in range(1, wanted + 1) if step not in self._done]):
-            self.violated(f"the log has no record of {len(missing)} steps, the first of them step {missing[0]}",
+        elif own and (first := next((step for step in range(1, wanted + 1) if step not in self._done), 0)):
+            self.violated(f"the log has no record of {wanted - len(self._done)} steps, the first of them step {first}",
                           rule=RUN)
 
     def _wrong(self, committed: list[int], made: int, *, goes_on: bool) -> str:

@@ -127,6 +127,8 @@ class StatedStaleness(StepChecker):
             self._wrong(record, f"{what} has samples that were compared, and names no version of them")
         elif record.get("loss") is not None and made <= self._last:
             self._wrong(record, f"{what} has made version {made} of the policy, after version {self._last}")
+        elif named and record.get("loss") is not None and max(named) >= made:
+            self._wrong(record, f"{what} has samples of version {max(named)}, and has made version {made} of them")
         elif named and isinstance(stated := record.get("staleness"), int):
             self._judged += 1
             most = max(0, made - 1 - min(named))

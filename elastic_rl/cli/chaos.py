@@ -179,6 +179,7 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
            tries: Annotated[int, typer.Option("--tries", min=1, help="Most runs.")] = 20,
            out_folder: Out = None, output: Output = Format.TABLE) -> None:
     """Look for fewer faults with which a schedule still fails, by running parts of it, on clusters of their own."""
+    from chaos_tests import abort as switch
     from chaos_tests import runner
     from chaos_tests.nemesis.schedule import shrunk
     schedule = runner.schedule_at(path)
@@ -188,18 +189,28 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     runs = 0
 
+    def keep(part: Schedule) -> None:
+        replace_file(folder / runner.SCHEDULE, runner.shown(part).to_json(), private=True)
+
     def fails(part: Schedule) -> bool:
         nonlocal runs
         runs += 1
         outcome = _run_to_end(lambda switch: runner.run(part, folder / f"try-{runs}", baseline=False, say=_progress,
                                                         switch=switch))
-        if outcome.aborted:
+        if switch.by_operator(outcome.aborted):
             raise typer.Exit(Exit.INTERRUPTED)
-        _progress(f"try {runs}: {part.faults} faults: {'it fails' if outcome.wrong else 'it passes'}")
-        return bool(outcome.wrong)
+        _progress(f"try {runs}: {part.faults} faults: {'it fails' if outcome.failed else 'it passes'}")
+        if outcome.failed:
+            keep(part)
+        return outcome.failed
 
-    found = shrunk(schedule, fails, tries=tries)
-    replace_file(folder / runner.SCHEDULE, runner.shown(found).to_json(), private=True)
+    try:
+        found = shrunk(schedule, fails, tries=tries)
+    except BaseException:
+        if (folder / runner.SCHEDULE).exists():
+            _progress(f"the smallest schedule that has failed so far is in {folder / runner.SCHEDULE}")
+        raise
+    keep(found)
     if output is Format.JSON:
         tables.write_json({"faults": found.faults, "of": schedule.faults, "runs": runs,
                            "schedule": str(folder / runner.SCHEDULE)})
@@ -474,8 +485,9 @@ def _run_to_end(run: Callable[[Callable[[AbortSwitch], None]], Outcome]) -> Outc
 @contextmanager
 def _signals(on_signal: Callable[[str], object]) -> Iterator[None]:
     """Within the block, the first SIGINT, SIGTERM or SIGHUP ends nothing but calls ``on_signal``: a cluster that is
-    being brought up or taken down is not left half done. After it each does what it did before the block."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    being brought up or taken down is not left half done. After it each does what it did before the block. One that is
+    ignored, as SIGHUP under ``nohup``, stays so."""
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
 
     def first(number: int, frame: object) -> None:
         for n, handler in before.items():

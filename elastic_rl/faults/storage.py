@@ -11,6 +11,7 @@ import psutil
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.dcs.catalog import reads
+from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.records import DcsNode, EngineState
@@ -68,9 +69,10 @@ class DiskRefusesWrites(Killed):
 
 
 class ChunksDamaged(Killed):
-    """The disk of the DCS node has damaged files of the newest policy version, by one bit or by a torn end, and the
-    node and an engine are killed, so that this version is read from disk. The new engine never gets those bytes: the
-    node finds that they are not those of their digest, and another copy is used, or the version is published again."""
+    """The disk of the DCS node has damaged files, by one bit or by a torn end, and the node and an engine are killed,
+    so that the newest policy version is read from disk. The new engine never gets those bytes: the node finds that they
+    are not those of their digest, and another copy is used, or the version is published again. What nobody makes again
+    (the model's files, the records of the run) is spared: its only copy would be lost, by the schedule."""
 
     may_go_unnoticed = True
     """A newer version may be published before somebody reads this one."""
@@ -91,7 +93,8 @@ class ChunksDamaged(Killed):
         self._desired, self._victim, self.at = self.context.desired(), engine.id, time.time()
         # The driver does not replace the engine before the files are damaged: both are stopped meanwhile.
         node_killed = self.context.kill(pid)
-        files = [path for path in folder.glob("[0-9a-f][0-9a-f]/*") if "." not in path.name]
+        spared = self._made_once(folder)
+        files = [path for path in folder.glob("[0-9a-f][0-9a-f]/*") if "." not in path.name and path.name not in spared]
         for path in files:
             _damage(path, torn=self.torn)
         engine_killed = self.context.kill(engine.pid)
@@ -101,6 +104,16 @@ class ChunksDamaged(Killed):
         return f"disk of the DCS node {node}, engine {engine.id}", (
             f"{node_killed}; each of {len(files)} chunks on its disk {how} then, head {head}; "
             f"{engine_killed}")
+
+    def _made_once(self, folder: Path) -> set[str]:
+        """Names of the files of versions that are published once."""
+        found = set[str]()
+        for stream in (Stream.MODEL, Stream.RUN_LOG):
+            for version in reads.list_versions(self.context.etcd, self.context.keys, stream):
+                path = folder / version.manifest[:2] / version.manifest
+                if version.manifest and path.is_file():
+                    found |= {path.name, *Manifest.decode(path.read_bytes()).chunks}
+        return found
 
     @staticmethod
     def _folder(pid: int) -> Path:

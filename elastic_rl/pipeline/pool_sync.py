@@ -122,6 +122,9 @@ class PoolSync:
                 self._unserved.close()
                 self._unserved = None
             return ""
+        if self._unserved is not None and self._unserved.version != self._waited_for:  # of an outage before this one
+            self._unserved.close()
+            self._unserved = None
         if self._unserved is None:
             self._unserved = _LostVersion(self, self._waited_for)
         self._unserved.publish_again(found)
@@ -145,14 +148,14 @@ class _LostVersion:
     whether it is lost goes on beside the wait."""
 
     def __init__(self, sync: PoolSync, version: int) -> None:
-        self._sync, self._version, self._republish = sync, version, Republish(sync.first_pull_s, version)
+        self._sync, self.version, self._republish = sync, version, Republish(sync.first_pull_s, version)
         self._look: AbandonableCall[bool] | None = None
 
     def publish_again(self, engines: list[Engine]) -> None:
         """Begins a look when it is time, and publishes when one has found that the version is lost; call it regularly.
         Raises what ``PoolSync.publish_again`` raises."""
         now = time.monotonic()
-        if self._republish.is_due(now, behind(engines, self._version)) and self._look is None:
+        if self._republish.is_due(now, behind(engines, self.version)) and self._look is None:
             try:
                 self._look = self._sync.looks.begin(self._sync.is_lost)
             except CallRefused:  # one that an earlier wait began has not ended
@@ -163,7 +166,7 @@ class _LostVersion:
         lost = look.future.result()
         self._republish.looked(time.monotonic(), lost=lost)
         if lost:
-            self._sync.publish_again(self._version)
+            self._sync.publish_again(self.version)
 
     def close(self) -> None:
         if self._look is not None:

@@ -56,8 +56,8 @@ def test_record_of_a_fault_has_what_the_catalogue_says_of_it(tmp_path: Path) -> 
     recorded.write("fault", name="raylet_killed", step=3, target="", problem="", injected_at=1.0, healed_at=2.0)
     event_log.close()
     [line] = (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    assert json.loads(line).items() >= {"parts": ["ray", "engines", "roles", "trainer"],
-                                        "seen_in": ["engines", "ray", "roles", "trainer"]}.items()
+    assert json.loads(line).items() >= {"parts": ["ray", "driver", "engines", "roles", "trainer"],
+                                        "seen_in": ["driver", "engines", "ray", "roles", "trainer"]}.items()
 
 
 # -- a run of a job of which nothing is heard --------------------------------------------------------------------------

@@ -172,7 +172,8 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     # I4
     (step(1, logprob_diff_max=0.1), "I4"),
     (step(1, logprob_diff_max=float("nan")), "I4"),
-    (step(3, sample_versions=[77]), "I4"),
+    (step(3, sample_versions=[77]), "I4 I5"),
+    (step(3, sample_versions=[5]), "I5"),
     (both(without(Kind.CHANGE, KEYS.engine("rollout-1")), write((KEYS.engine("rollout-1"), {
         "id": "rollout-1", "state": "draining", "version": 1, "incarnation": "i", "epoch": 1}))), "I4"),
     (lambda r: edited(r, KEYS.engine("rollout-1"), lambda v: v.update(applying=0), 5), "I4"),

@@ -161,6 +161,17 @@ def test_signal_uses_the_abort_switch_and_is_the_exit_code(runs: list[dict[str, 
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_signal_that_is_ignored_stays_so() -> None:
+    """``nohup`` ignores SIGHUP: a logout does not end the run."""
+    before, seen = signal.signal(signal.SIGHUP, signal.SIG_IGN), list[str]()
+    try:
+        with chaos._signals(seen.append):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not seen and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_run_does_not_end_where_nobody_reads_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     def closed(line: str, *, to_err: bool = False) -> None:
         raise BrokenPipeError
@@ -178,6 +189,42 @@ def test_failing_schedule_is_shrunk_to_the_fault_that_makes_it_fail(runs: list[d
     found = runner.schedule_at(out)
     assert [strike.faults for strike in found.strikes] == [("router_killed",)]
     assert len({made["folder"] for made in runs}) == len(runs), "each run has a folder of its own"
+
+
+@pytest.mark.parametrize(("why", "code"), [("no step was made for 900 s, and no fault is under way", Exit.OK),
+                                           ("SIGINT", Exit.INTERRUPTED)])
+def test_hang_is_shrunk_too_and_what_was_found_is_kept_where_somebody_ends_it(
+        why: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        ) -> None:
+    tries = list[Schedule]()
+
+    def made(schedule: Schedule, folder: Path, **_: Any) -> Outcome:
+        tries.append(schedule)
+        hangs = any("router_killed" in strike.faults for strike in schedule.strikes)
+        ended = why if len(tries) > 1 else "no step was made for 900 s, and no fault is under way"
+        return Outcome(folder, (), ended if hangs else "")
+
+    monkeypatch.setattr(runner, "run", made)
+    file, out = tmp_path / "s.json", tmp_path / "small"
+    file.write_text(SCHEDULE.to_json())
+    assert run("shrink", str(file), f"--out={out}") == code
+    assert runner.schedule_at(out).faults < SCHEDULE.faults
+    assert ("smallest schedule that has failed so far" in capsys.readouterr().err) == (code != Exit.OK)
+
+
+@pytest.mark.parametrize(("records", "wrong"), [
+    ([{"step": 10**13}], "step"), ([{"step": 900_000_000}, {"step": 1}], "")])
+def test_log_that_was_sent_takes_no_time_for_steps_that_are_not_in_it(
+        records: list[dict[str, int]], wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = EventLog(tmp_path / report.EVENTS)
+    log.write(Kind.RUN, form=FORM, scenario="quick", target="one host",
+              schedule={**json.loads(SCHEDULE.to_json()), "steps": 10**10}, settings={"train": {"max_staleness": 0}})
+    for record in records:
+        log.write(Kind.STEP, **record)
+    log.write(Kind.END, phase="finished", report={"steps": 10**10}, committed_steps=None, aborted="", records={})
+    log.close()
+    assert run("check", str(tmp_path)) == (Exit.USAGE if wrong else Exit.FAILED)
+    assert wrong in capsys.readouterr().err
 
 
 def test_check_judges_a_log_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ import pytest
 from support.waiting import wait_until
 
 from elastic_rl import config
+from elastic_rl.dcs.manifest import Packer
 from elastic_rl.errors import DeadlineExceeded, EtcdUnavailable, Fenced
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults import outages, stale, storage
@@ -95,11 +96,21 @@ def test_damage_is_of_so_many_chunks_and_kills_two_processes(
     (tmp_path / "ab").mkdir()
     for n in range(chunks):
         (tmp_path / "ab" / f"c{n}").write_bytes(b"12345678")
+    # The model is published once: its only copy is not to be lost by the schedule.
+    packer = Packer(64)
+    packer.add("t", "uint8", (64,))
+    once = {"m0": packer.manifest(["c9"]).encode(), "c9": b"87654321"}
+    for name, data in once.items():
+        (tmp_path / name[:2]).mkdir(exist_ok=True)
+        (tmp_path / name[:2] / name).write_bytes(data)
+    versions = {"model": [SimpleNamespace(manifest="m0"), SimpleNamespace(manifest="gone")], "run_log": []}
     monkeypatch.setattr(storage, "_node", lambda of: node.pid)
     monkeypatch.setattr(storage, "_records", lambda of: [])
     monkeypatch.setattr(ChunksDamaged, "_folder", staticmethod(lambda pid: tmp_path))
-    monkeypatch.setattr(storage, "reads", SimpleNamespace(head=lambda etcd, keys, stream: None))
+    monkeypatch.setattr(storage, "reads", SimpleNamespace(
+        head=lambda etcd, keys, stream: None, list_versions=lambda etcd, keys, stream: versions[stream]))
     _, witness = ChunksDamaged(context, torn=True).inject()
+    assert all((tmp_path / name[:2] / name).read_bytes() == data for name, data in once.items())
     if chunks:
         assert "each of 2 chunks" in witness and witness.count("was sent SIGKILL") == 2
         assert [path.read_bytes() for path in (tmp_path / "ab").iterdir()] == [b"1234"] * 2
