@@ -60,7 +60,7 @@ class Receiver:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                read = self.rfile.read(min(int(self.headers["content-length"] or 0), _MAX_BYTES))
+                read = self.rfile.read(max(0, min(int(self.headers["content-length"] or 0), _MAX_BYTES)))
                 try:
                     sent = json.loads(read)
                     for notice in notices(str(sent["title"]), str(sent["message"])):

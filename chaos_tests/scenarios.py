@@ -107,8 +107,8 @@ _OF_OWN_CLUSTER = ("I6", "I8", "I12", "I13", "I14", "I15")
 """A run on a cluster of its own has to show these too. A job that was begun before the run, and goes on after it, may
 leave no evidence for them."""
 _OF_FAULTS, _OF_OWN_FAULTS = ("I10",), ("I9",)
-_OF_ENGINES = frozenset({"I4", "I6"})
-"""A light run on test hosts has no engines."""
+_OF_ENGINES = frozenset({"I4", "I6", "I7"})
+"""A light run on test hosts has no engines, and computes nothing."""
 
 
 def must_see(schedule: Schedule, *, own: bool, compared: bool = False) -> list[str]:

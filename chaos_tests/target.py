@@ -171,9 +171,11 @@ def running_cluster(cluster: Cluster) -> Iterator[Target]:
 
 
 def left_behind(cfg: Config) -> list[str]:
-    """What should be gone once the cluster of a job is down: processes, shared memory, temporary files."""
+    """What should be gone once the cluster of a job is down: processes, shared memory, temporary files. A process at a
+    terminal is somebody's who looks at the logs: those of a cluster have none."""
     paths = JobPaths.of(cfg)
-    mine = {p.pid for p in psutil.process_iter(["cmdline"]) if cfg.job in " ".join(p.info["cmdline"] or [])}
+    mine = {p.pid for p in psutil.process_iter(["cmdline", "terminal"])
+            if cfg.job in " ".join(p.info["cmdline"] or []) and not p.info["terminal"]}
     mine |= {p.pid for p in processes.marked(str(paths.private))}
     return [*(f"process {pid}: {_command(pid)}" for pid in sorted(mine)),
             *map(str, Path("/dev/shm").glob(f"*{cfg.job}*")), *map(str, leftovers.tagged_files(paths.file_tag())),

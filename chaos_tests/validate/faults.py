@@ -125,6 +125,10 @@ class WorthSomething(FaultChecker):
             self.violated("the log has no end: its writer was killed, or the run goes on")
         elif end.get("aborted"):
             self.violated(f"it was aborted: {end['aborted']}", end)
+        elif self.run.get("target") in OWN_TARGETS and not (end.get("phase") and end.get("revision")):
+            self.violated("it is not known how the job ended, or up to which revision: etcd did not answer then", end)
+        if "watches" in (self.run.get("traffic") or ()) and not self._records[Kind.WATCH]:
+            self.violated("no watch has seen anything")
         for problem in (end or {}).get("problems") or ():
             self.violated(f"the suite itself has failed: {problem}", end or {})
         missing = Counter((end or {}).get("records") or {}) - self._records

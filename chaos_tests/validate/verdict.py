@@ -20,7 +20,8 @@ MOST_SHOWN = 20
 """Violations of one checker that are kept; further ones are counted."""
 RUN = "run"
 """The rule of what makes a run of the suite worth nothing, beside those of docs/architecture.md."""
-OWN_TARGETS = ("one host", "test hosts")
+TEST_HOSTS = "test hosts"
+OWN_TARGETS = ("one host", TEST_HOSTS)
 """Targets that are taken down after their run, so that what is left of them can be seen."""
 GROWTH = "growth"
 """The rule of what a run takes and keeps."""

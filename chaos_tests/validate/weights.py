@@ -13,15 +13,18 @@ from elastic_rl.etcd.keys import Keys
 
 _JOB = Keys("j")
 _ENGINES, _POOLS = below(_JOB.engines_prefix()), below(_JOB.pools_prefix())
+_VERSIONS = below(_JOB.versions_prefix("policy"))
+_SAME_BY_CHANCE = 2
+"""Versions of the same weights may have manifests that differ: other ranks have cut them into chunks."""
 
 
 class Checksums(Checker):
     """Each version that an engine of a job that trains has applied, but the first of a runner, has a checksum, which is
-    the same in all engines of one layout."""
+    the same in all engines of one layout, and another one than that of other weights."""
 
     rule = "I4"
     reads = frozenset({Kind.STEP})
-    keys = (_ENGINES,)
+    keys = (_ENGINES, _POOLS, _VERSIONS)
     judges = "checksums of versions in engines"
 
     def __init__(self) -> None:
@@ -30,6 +33,10 @@ class Checksums(Checker):
         """The version that each runner of an engine had first."""
         self._known = dict[tuple[str, str, int], tuple[str, Event]]()
         self._without, self._trains = list[tuple[Step, int]](), False
+        self._manifests = dict[tuple[str, int], str]()
+        """Manifest of each committed version of the policy, by its job."""
+        self._of_policy = dict[tuple[str, str, str], set[int]]()
+        """(job, layout, checksum) → versions of the policy."""
 
     def see(self, event: Event) -> None:
         self._trains = True
@@ -38,6 +45,12 @@ class Checksums(Checker):
         super().finish(end)
         for step, version in self._without if self._trains or self._known else ():
             self.violated(f"{step.at()} is ready with version {version} and has no checksum of it", step.event)
+        for (job, _, checksum), versions in self._of_policy.items():
+            different = {self._manifests[job, version]: version for version in versions
+                         if (job, version) in self._manifests}
+            if len(different) > _SAME_BY_CHANCE:
+                self.violated(f"{len(different)} versions of different weights have the one checksum {checksum} in "
+                              f"engines, such as {' and '.join(map(str, sorted(different.values())[:2]))}")
 
     def transaction(self, found: Transaction) -> None:
         for step in found.steps:
@@ -47,6 +60,12 @@ class Checksums(Checker):
                 first = self._first.setdefault((step.key, str(new.get("incarnation", ""))), version)
                 if not new.get("applying"):
                     self._checksum(step, version, first=version == first)
+                    spec = found.after.get(f"{step.scope}{_POOLS}{new.get('pool', '')}/spec")
+                    if new.get("checksum") and spec.get("stream", "policy") == "policy":
+                        self._of_policy.setdefault(
+                            (step.scope, str(new.get("layout", "")), str(new["checksum"])), set()).add(version)
+            elif step.name.startswith(_VERSIONS) and new.get("state") == "committed" and new.get("manifest"):
+                self._manifests[step.scope, int(new.get("number") or 0)] = str(new["manifest"])
 
     def _checksum(self, step: Step, version: int, *, first: bool) -> None:
         checksum = str(step.new.get("checksum") or "")

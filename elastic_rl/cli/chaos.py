@@ -246,6 +246,7 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
     was aborted, or it does not show what it had to."""
     from chaos_tests import report, runner
     from chaos_tests.event_log import Records
+    folder = folder.parent if folder.name == report.EVENTS else folder
     if not (folder / report.EVENTS).is_file():
         raise ConfigError(f"there is no {report.EVENTS} in {folder}", hint="name a folder that `chaos run` has written")
     try:
@@ -393,7 +394,7 @@ def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, baseline: 
     if folder is not None and any(word.startswith("--run_dir=") for word in overrides(ctx.args)):
         raise ConfigError("--run_dir: the results go to --out", hint="leave one of them out")
     if dry_run:
-        sys.stdout.write(schedule.to_json())
+        sys.stdout.write(runner.shown(schedule).to_json())
         return
     folder = folder or _new_folder(schedule, location(ctx, None).run_dir)
     _undo_of_killed_runs(folder.parent)

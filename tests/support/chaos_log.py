@@ -92,11 +92,11 @@ class Log:
         self.put((KEYS.operation("o"), {"id": "o", "state": "succeeded"}))
         self.status("finished", self.steps)
         self.event("run.finished", JOB)
-        self.add(Kind.END, phase="finished", committed_steps=list(range(1, self.steps + 1)), aborted="", report={
-            "steps": self.steps, "versions_committed": self.steps + 2, "groups_lost": 0, "groups_duplicated": 0,
-            "audit_problems": [], "eval_accuracy_last": 0.9},
-            alerts=[{"kind": "job.finished", "subject": JOB, "message": "it has finished", "severity": "info",
-                     "phase": "firing", "id": "f"}])
+        self.add(Kind.END, phase="finished", revision=1, committed_steps=list(range(1, self.steps + 1)), aborted="",
+                 report={"steps": self.steps, "versions_committed": self.steps + 2, "groups_lost": 0,
+                         "groups_duplicated": 0, "audit_problems": [], "eval_accuracy_last": 0.9},
+                 alerts=[{"kind": "job.finished", "subject": JOB, "message": "it has finished", "severity": "info",
+                          "phase": "firing", "id": "f"}])
 
     def step(self, step: int, seconds: float) -> Record:
         number = self._number

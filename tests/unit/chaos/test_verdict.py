@@ -220,6 +220,12 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     (lambda r: r.insert(1, operation("c", "create", None, 1.0, 2.0, "a") | {"model": "created"}) or r.insert(
         2, operation("d", "create", None, 3.0, 4.0, "b") | {"model": "created"}), "I10"),
     (both(write((KEYS.operation("p"), {"id": "p", "state": "running"})), later(RECOVERY_S * 2)), "I10"),
+    # What makes a run worth nothing
+    (lambda r: end(r).update(phase=""), "run"),
+    (lambda r: end(r).update(revision=None), "run"),
+    (lambda r: r[0].update(traffic=["watches"]), "run"),
+    (step(2, loss=float("nan")), "run"),
+    (step(2, grad_norm=float("inf")), "run"),
     # I11
     (report(steps=STEPS - 1), "I11"),
     (lambda r: end(r)["committed_steps"].pop(), "I11"),

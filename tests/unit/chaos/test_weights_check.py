@@ -9,7 +9,7 @@ import pytest
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate.judge import broken
-from chaos_tests.validate.weights import StatedStaleness, VersionsOfSamples
+from chaos_tests.validate.weights import Checksums, StatedStaleness, VersionsOfSamples
 from elastic_rl.etcd.keys import Keys
 
 JOB = Keys("job")
@@ -46,6 +46,26 @@ def test_one_odd_version_is_one_violation() -> None:
 def engine(revision: int, version: int, at: float, pool: str = "rollout") -> Event:
     return {"kind": Kind.CHANGE, "at": at, "revision": revision, "put": True, "create": 1, "key": JOB.engine("e"),
             "value": json.dumps({"id": "e", "pool": pool, "state": "ready", "version": version})}
+
+
+def version(revision: int, number: int, manifest: str) -> Event:
+    return {"kind": Kind.CHANGE, "at": 1.0, "revision": revision, "put": True, "create": revision,
+            "key": JOB.version("policy", number),
+            "value": json.dumps({"stream": "policy", "number": number, "state": "committed", "manifest": manifest})}
+
+
+def with_checksum(event: Event, checksum: str) -> Event:
+    return {**event, "value": json.dumps({**json.loads(event["value"]), "checksum": checksum})}
+
+
+@pytest.mark.parametrize(("manifests", "checksums", "sound"), [
+    ("abcd", "wxyz", True), ("abcd", "wwww", False), ("abca", "wxyw", True), ("aaaa", "wwww", True)],
+    ids=["each its own", "one for all", "the same weights again", "weights that do not change"])
+def test_versions_of_different_weights_have_different_checksums(manifests: str, checksums: str, sound: bool) -> None:
+    """Also where one engine is all that there is."""
+    events = [event for n, (manifest, checksum) in enumerate(zip(manifests, checksums, strict=True), 1)
+              for event in (version(2 * n, n, manifest), with_checksum(engine(2 * n + 1, n, 1.0), checksum))]
+    assert (broken(events, [Checksums]) == []) == sound
 
 
 def had(*events: Event) -> list[str]:
