@@ -16,6 +16,7 @@ import errno
 import logging
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Protocol
@@ -24,12 +25,15 @@ from elastic_rl.errors import ChunkCorrupt, ChunkMissing
 from elastic_rl.host import file_lock, kept_state
 from elastic_rl.pipeline.records.history import TAIL_BYTES, History
 from elastic_rl.pipeline.records.segments import Segment, first_record, gap_in_file
+from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.runtime.files import open_for_readers, replace_file
 
 log = logging.getLogger(__name__)
 
 _HEAD_BYTES = 256
 """Bytes in which the record of a gap is looked for."""
+_COMPARE_S = (30.0, 600.0)
+"""First and longest pause before a file that could not be compared with the sealed records is compared again."""
 _FIRST_BYTES = 4096
 """Bytes in which the first record is looked for."""
 _RESERVE_BYTES = 256 << 20
@@ -69,6 +73,8 @@ class LocalCopy:
         self._set_aside = 0
         """How often something was set aside."""
         self._left_alone = False
+        self._uncompared, self._compare = False, RetryBackoff(*_COMPARE_S)
+        """Whether the file is continued without a comparison (``_goes_on``), and when to try that again."""
 
     def step(self) -> bool:
         """Does a part of what is to be done; returns whether there is more. Raises OSError, and ElasticRLError where
@@ -78,6 +84,9 @@ class LocalCopy:
             return False
         if self._file is None:
             return self._check()
+        if self._uncompared and self._compare.is_due(time.monotonic()):
+            self._forget()
+            return True
         if not self._replaces and self._stat() != self._seen:
             self._forget()  # somebody else has changed it
             return True
@@ -157,6 +166,7 @@ class LocalCopy:
             size = os.fstat(file.fileno()).st_size
             try:
                 agrees = self._agrees(file, size)
+                self._uncompared = False
             except (ChunkMissing, ChunkCorrupt):
                 if not self._goes_on(file):
                     raise
@@ -205,14 +215,19 @@ class LocalCopy:
         return agrees
 
     def _goes_on(self, file: IO[bytes]) -> bool:
-        """Whether a file whose sealed part cannot be compared, for no node has it, is a copy by its first record and by
-        what it has of the tail. It is continued then: it may have the only copy of those bytes."""
+        """Whether a file whose sealed part cannot be compared, for no node has it now, is a copy by its first record
+        and by what it has of the tail. It is continued then, and compared once that can be done: it may have the only
+        copy of those bytes."""
         sealed = self._history.sealed
         tail, found = self._history.read(sealed) or b"", _read(file, sealed, TAIL_BYTES + 1)
-        if (self._at != self._file_at or not found or not tail.startswith(found)
+        if (self._at != self._file_at or not tail.startswith(found) or _read(file, sealed - 1, 1) != b"\n"
                 or first_record(_read(file, 0, _FIRST_BYTES)).get("id") != self._history.identity):
             return False
-        log.warning("%s is continued, and was not compared with the sealed records, which no node has now", self._path)
+        if not self._uncompared:
+            log.warning("%s is continued, and was not compared with the sealed records, which no node has now",
+                        self._path)
+        self._uncompared = True
+        self._compare.failed(time.monotonic())
         self._advance(sealed + len(found) - self._at)
         return True
 

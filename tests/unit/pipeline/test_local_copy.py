@@ -164,11 +164,29 @@ def test_copy_goes_on_without_its_sealed_part_where_that_is_lost_and_its_end_is_
     found.history.commit(found.history.pending()[0])
     found.settle()
     assert found.path.read_bytes() == found.bytes
+    found.path.write_bytes(found.sealed_bytes)
+    found.settle()
+    assert found.path.read_bytes() == found.bytes, "one that a run left which has ended well"
     for other in (found.bytes.replace(b'"step": 17', b'"step": 71'), found.bytes.replace(b'"id": "h"', b'"id": "g"'),
-                  found.sealed_bytes):
+                  found.sealed_bytes[:-1]):
         found.path.write_bytes(other)
         with pytest.raises(ChunkMissing):
             found.settle()
+
+
+def test_copy_that_could_not_be_compared_is_compared_once_that_can_be_done(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_copy, "_COMPARE_S", (0.0, 0.0))
+    sealed = [record_line("run", id="h") + SEALED[0], *SEALED[1:]]
+    found = Job(tmp_path, sealed, b"".join(LINES[16:]))
+    found.lost = True
+    found.path.write_bytes(edited := found.bytes.replace(b'"step": 5', b'"step": 6'))
+    for _ in range(10):
+        found.copy.step()
+    assert found.path.read_bytes() == edited and not found.others(), "what was edited cannot be told now"
+    found.lost = False
+    found.settle()
+    assert found.path.read_bytes() == found.bytes and [p.read_bytes() for p in found.others()] == [edited]
 
 
 def test_full_disk_costs_no_record(tmp_path: Path) -> None:
