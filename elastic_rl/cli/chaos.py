@@ -47,7 +47,8 @@ _WHERE = ("--run_dir", "--job", "--cluster")
 """Settings that say where a job is."""
 _OF_ITS_OWN = {**dict.fromkeys(_WHERE, "it says itself where it is"), "--seed": "the schedule has its seed",
                "--train.steps": "the schedule has its length: give --steps or --minutes",
-               "--alerts.urls": "it receives the alerts itself, and judges them"}
+               "--alerts.urls": "it receives the alerts itself, and judges them",
+               "--etcd.endpoints": "it starts an etcd, which its faults strike"}
 """Settings that are not for a run on a cluster of its own, and why."""
 
 

@@ -340,7 +340,7 @@ def test_faults_that_are_not_possible_on_this_machine_are_refused_before_anythin
 
 
 @pytest.mark.parametrize("setting", [
-    "--run_dir=/etc", "--cluster=prod", "--seed=5", "--train.steps=5", "--alerts.urls=[]"])
+    "--run_dir=/etc", "--cluster=prod", "--seed=5", "--train.steps=5", "--alerts.urls=[]", "--etcd.endpoints=[]"])
 def test_setting_that_the_run_has_itself_is_refused(setting: str, runs: list[dict[str, Any]], tmp_path: Path,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "s.json"
