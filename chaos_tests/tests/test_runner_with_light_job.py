@@ -34,7 +34,7 @@ def in_place_of_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def test_run_on_an_own_cluster_is_struck_watched_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, folder = in_place_of_the_driver(tmp_path, monkeypatch), tmp_path / "results"
     said = list[str]()
-    goes_on(go, folder, said, SCENARIOS["quick"], {"pool", "created", "operation"})
+    goes_on(go, folder, said, SCENARIOS["quick"])
     schedule = Schedule(1, STEPS, (Strike(3, ("coordinator_killed",)),), scenario="quick", settings=SETTINGS)
     outcome = runner.run(schedule, folder, say=said.append)
     assert [*outcome.wrong] == [] and not outcome.failed

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from chaos_tests.event_log import EventLog
+from chaos_tests.model import models
 from chaos_tests.target import Target
 from chaos_tests.traffic.cluster_changes import Target as ApiTarget
 from chaos_tests.traffic.job_clients import HostSpecs, PoolSizes, Requests, Silences
@@ -28,6 +29,8 @@ class Workload:
     make: Callable[[Target, int, EventLog], Traffic]
     """Makes the traffic of a target, a seed and the log of the run."""
     what: str
+    model: str = ""
+    """The sequential model that judges what its clients do; "" where they do nothing that has one."""
     changes: bool = False
     """Whether it changes what the job runs on: it then begins with the job's first step, as a job that has not begun is
     only kept from it."""
@@ -45,23 +48,24 @@ def _engines(target: Target) -> int:
 
 WORKLOADS: Mapping[str, Workload] = {
     "pools": Workload(lambda t, seed, log: PoolSizes(_api(t), seed, [_engines(t)], log=log),
-                      "clients read the desired number of the pool, and write the one that is there"),
+                      "clients read the desired number of the pool, and write the one that is there", models.POOL),
     "silences": Workload(lambda t, seed, log: Silences(_api(t), seed, log=log),
-                         "clients silence alerts that there are not, each request twice, and end the silences"),
+                         "clients silence alerts that there are not, each request twice, and end the silences",
+                         models.CREATED),
     "operations": Workload(lambda t, seed, log: Requests(
         _api(t), seed, f"pools/{POOL}/scale", {"desired": _engines(t)}, log=log),
-        "clients begin operations that change nothing, each request twice, and follow them"),
+        "clients begin operations that change nothing, each request twice, and follow them", models.OPERATION),
     "watches": Workload(lambda t, seed, log: Watcher(t.reader, t.keys.root, log=log),
                         "a watch of all that etcd has of the job"),
     "scales": Workload(lambda t, seed, log: PoolSizes(
         _api(t), seed, [_engines(t), _engines(t) + 1], writes=0.05, log=log),
-        "clients scale the pool out by one engine, and in again", changes=True),
+        "clients scale the pool out by one engine, and in again", models.POOL, changes=True),
     "hosts": Workload(lambda t, seed, log: HostSpecs(_api(t), seed, log=log),
-                      "clients cordon test hosts, and have them used again", changes=True),
+                      "clients cordon test hosts, and have them used again", models.NUMBER, changes=True),
     "drains": Workload(lambda t, seed, log: Requests(
         _api(t), seed, "engines/{engine}/drain", {"replace": True}, pause_s=_SELDOM_S, log=log),
-        "clients have engines replaced", changes=True),
+        "clients have engines replaced", models.OPERATION, changes=True),
     "restarts": Workload(lambda t, seed, log: Requests(
         _api(t), seed, "restarts", {"target": "driver", "reason": "chaos"}, pause_s=_SELDOM_S, log=log),
-        "clients have the driver restarted", changes=True),
+        "clients have the driver restarted", models.OPERATION, changes=True),
 }

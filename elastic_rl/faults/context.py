@@ -56,7 +56,8 @@ class Fault(Protocol):
     happened. What it does to the run it does within ``FaultContext.striking``.
 
     ``detected``: whether somebody reports it, or has acted on it; ``healed``: whether the job works as before. One that
-    the run may survive without a word has an attribute ``may_go_unnoticed``, which is true.
+    the run may survive without a word has an attribute ``may_go_unnoticed``, which is true. One that lasts until it is
+    ended has a method ``give_up``, which ends it where it is not waited for any more.
     """
 
     name: str
@@ -94,6 +95,9 @@ class WrappedFault:
 
     def healed(self) -> bool:
         return self._fault.healed()
+
+    def give_up(self) -> None:
+        getattr(self._fault, "give_up", lambda: None)()
 
 
 class FaultContext:

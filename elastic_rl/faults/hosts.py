@@ -212,7 +212,7 @@ class HostFault(ABC):
         return self.victim.value
 
     def inject(self) -> tuple[str, str]:
-        self._ended = False  # it is begun again where etcd did not answer
+        self._ended, self.host = False, ""  # it is begun again where etcd did not answer
         self.host = wait_until(lambda: self.context.take_host(self.victim), timeout_s=INJECT_TIMEOUT_S, poll_s=0.1,
                                what=f"the host that is the {self.victim}")
         try:
@@ -220,9 +220,14 @@ class HostFault(ABC):
             target = f"{self.victim} on {', '.join(self.context.names_on(self.host))}"
             with self.context.striking(f"{self.name} of {self.host}"):
                 return target, self._begin()
-        except ElasticRLError:
+        except BaseException:  # what was begun is undone, whatever has ended it
             self._end_once()
             raise
+
+    def give_up(self) -> None:
+        """Ends the fault where nobody waits for its detection or for the recovery from it any more."""
+        if self.host:
+            self._end_once()
 
     def detected(self) -> bool:
         try:

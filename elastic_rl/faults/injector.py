@@ -182,6 +182,9 @@ class FaultInjector(threading.Thread):
             log.exception("fault %s", fault.name)
             # What was done is in the record, whatever came afterwards.
             witness = witness or "; ".join(what for _, what in self.context.struck)
+        finally:
+            if times["healed_at"] is None:
+                self._give_up(fault)
         record = {"name": fault.name, "step": step, "target": target, "state": str(getattr(fault, "state", "")),
                   "witness": witness, "problem": problem, "breaks": breaks,
                   "said": getattr(fault, "said", ""),
@@ -191,6 +194,13 @@ class FaultInjector(threading.Thread):
             self.over.append(record)
             self.under_way = {other: at for other, at in self.under_way.items() if other is not fault}
         self.records.write("fault", **record)
+
+    def _give_up(self, fault: Fault) -> None:
+        """Ends a fault that is not waited for any more, so that those after it find what they strike."""
+        try:
+            getattr(fault, "give_up", lambda: None)()
+        except Exception:  # the run's own end heals what is left
+            log.exception("giving up %s", fault.name)
 
     def _inject(self, fault: Fault) -> tuple[str, str]:
         """A fault that finds that etcd is away, or that its victim has just ended, is begun again, unless it has

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from chaos_tests.faults.catalogue import FAULTS
+from chaos_tests.history import Unknown
 from chaos_tests.scenarios import SCENARIOS
 from chaos_tests.target import own_config
+from chaos_tests.traffic import cluster_changes, pool_changes, workloads
+from chaos_tests.traffic.job_clients import JobClients
 from chaos_tests.traffic.workloads import WORKLOADS
 
 
@@ -54,6 +59,26 @@ def test_scenarios_name_traffic_that_there_is() -> None:
     for scenario in SCENARIOS.values():
         assert {*scenario.traffic} <= {*WORKLOADS} and bool(scenario.traffic) == bool(scenario.floor_answers)
     assert all({"pools", "silences", "watches"} <= {*SCENARIOS[name].traffic} for name in ("quick", "drawn", "soak"))
+
+
+@pytest.mark.parametrize("name", [name for name in WORKLOADS if WORKLOADS[name].model])
+def test_what_clients_do_is_of_the_model_that_their_traffic_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unanswered(*_: Any, **__: Any) -> Any:
+        raise Unknown
+
+    api = cluster_changes.Target({"r": "https://r"}, "j", {}, False, {"a": "10.0.0.1"})
+    for module in (cluster_changes, pool_changes):
+        monkeypatch.setattr(module, "send", unanswered)
+    monkeypatch.setattr(cluster_changes.ClusterCalls, "ready_engine", lambda *_: "engine")
+    monkeypatch.setattr(workloads, "_api", lambda target: api)
+    monkeypatch.setattr(workloads, "_engines", lambda target: 1)
+    nothing: Any = None
+    clients = WORKLOADS[name].make(nothing, 1, nothing)
+    assert isinstance(clients, JobClients)
+    clients.stop()  # no pause between calls
+    for seed in range(200):
+        clients.act("r", random.Random(seed))
+    assert {operation.model for operation in clients.recorder.operations()} == {WORKLOADS[name].model}
 
 
 def test_no_fault_writes_the_pool_that_clients_read() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 from elastic_rl import config
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.cluster_records import HostPhase
-from elastic_rl.faults.context import InjectionEnded
+from elastic_rl.faults import injector
+from elastic_rl.faults.context import Fault, InjectionEnded, WrappedFault
 from elastic_rl.faults.hosts import FaultNotSeen, HostFault, HostsContext, LastingFault, Victim
+from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 
 
 class Context(HostsContext):
@@ -35,6 +38,15 @@ class Context(HostsContext):
 
     def phase(self, host: str) -> HostPhase:
         return HostPhase.READY
+
+    def step(self) -> int:
+        return 5
+
+    def finished(self) -> bool:
+        return False
+
+    def ready(self, pool: str = "") -> set[str]:
+        return set()
 
     def missing(self, *, run: bool = True) -> str:
         if self.away:
@@ -105,6 +117,39 @@ def test_fault_that_is_not_seen_is_ended(tmp_path: Path) -> None:
     with pytest.raises(FaultNotSeen):
         fault.inject()
     assert fault.ended == 1 and context.take_host(Victim.LEADER) == "a"
+
+
+def test_fault_that_an_error_of_any_kind_ends_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = Context(tmp_path)
+    fault = Cut(context)
+
+    def breaks() -> str:
+        fault.begun += 1
+        raise ProcessLookupError("it has ended meanwhile")
+
+    monkeypatch.setattr(fault, "_begin", breaks)
+    with pytest.raises(ProcessLookupError):
+        fault.inject()
+    assert (fault.begun, fault.ended) == (1, 1) and context.take_host(Victim.LEADER) == "a"
+
+
+@pytest.mark.parametrize("wrap", [lambda fault: fault, WrappedFault])
+def test_fault_that_is_not_detected_in_time_is_ended_and_gives_its_host_back(
+        wrap: Callable[[Fault], Fault], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(injector, "_DETECT_TIMEOUT_S", 1e-9)
+    context, records = Context(tmp_path), LineFile(tmp_path / "faults.jsonl")
+    fault = Cut(context)  # its host is said to be ready
+    played = injector.FaultInjector(context, RunLog(records), [(0, [wrap(fault)])], tmp_path / "steps.jsonl")
+    played.run()
+    [record] = played.over
+    assert "detection of leader_host_cut was not seen" in record["problem"] and record["witness"] == "seen"
+    assert (fault.begun, fault.ended) == (1, 1) and context.take_host(Victim.LEADER) == "a"
+
+
+def test_fault_that_never_began_is_given_up_without_a_word(tmp_path: Path) -> None:
+    fault = Cut(Context(tmp_path))
+    fault.give_up()
+    assert (fault.begun, fault.ended) == (0, 0)
 
 
 def test_no_fault_strikes_once_the_injection_has_ended(tmp_path: Path) -> None:
