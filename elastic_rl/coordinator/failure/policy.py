@@ -132,10 +132,10 @@ def ended_by_refusal(member: LastSeen, found: Iterable[tuple[int, Event]]) -> bo
 
 def of_epoch(log: FaultLog, epoch: int, ended: int) -> FaultLog:
     """The log as it counts in an epoch. ``ended``: epochs up to this one were ended by a global restart, whoever asked
-    for it. That replaces all parts: what their faults before it had used up, left pending or begun is over. A driver
-    that raises the epoch by itself, as on another host, has taken no such decision: the faults go on counting. So do
-    global restarts themselves."""
-    return log if log.target == JOB or log.epoch > ended else FaultLog(target=log.target, epoch=epoch)
+    for it; 0 before there was one. That replaces all parts: what their faults before it had used up, left pending or
+    begun is over. A driver that raises the epoch by itself, as on another host, has taken no such decision: the faults
+    go on counting. So do global restarts themselves."""
+    return log if log.target == JOB or not ended or log.epoch > ended else FaultLog(target=log.target, epoch=epoch)
 
 
 def record_fault(log: FaultLog, rule: FailureRule, reason: str, now: float, progress: int,

@@ -103,6 +103,7 @@ def test_global_restart_ends_what_was_counted_and_pending_of_a_part_but_not_of_t
     assert policy.of_epoch(before.replace(operation="op-1"), 2, 1) == FaultLog(target="trainer", epoch=2)
     assert after(TRAINER_DEAD, [40], log=policy.of_epoch(before, 2, 1)).pending is RecoveryAction.NONE
     assert policy.of_epoch(before, 2, 0) == before, "a driver has raised the epoch by itself"
+    assert policy.of_epoch(before.replace(epoch=0), 0, 0) == before.replace(epoch=0), "before the first epoch"
     job = policy.record_restart(FaultLog(target=JOB), 0.0, rl(7), CFG)
     assert policy.of_epoch(job, 2, 1) == job
 
