@@ -540,7 +540,7 @@ def test_each_group_is_generated_or_dropped_for_its_own_fault(bad: dict[int, boo
 def test_engines_are_looked_for_also_while_each_request_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they lack is published again there: no engine would ever serve."""
     looks: list[str] = []
-    monkeypatch.setattr("elastic_rl.pipeline.sampling.group_requests._RETRY_S", (0.001, 0.002))
+    monkeypatch.setattr("elastic_rl.pipeline.sampling.group_requests._RETRY_S", (60.0, 60.0))
     monkeypatch.setattr("elastic_rl.pipeline.sampling.group_requests._SHOW_S", 0.0)
 
     def refused(*_: object) -> list[Answers]:
