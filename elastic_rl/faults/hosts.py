@@ -25,7 +25,7 @@ from elastic_rl.etcd.cluster_records import Assignment, HostPhase, HostState, Ho
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import DcsNode, Leader
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, kill
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, VictimTaken, command, kill
 from elastic_rl.faults.undo import Undo, UndoRegistry
 from elastic_rl.host.test_hosts.cluster_hosts import ClusterHosts
 from elastic_rl.host.test_hosts.impaired_link import Impairment
@@ -218,8 +218,15 @@ class HostFault(ABC):
         try:
             self._prepare()
             target = f"{self.victim} on {', '.join(self.context.names_on(self.host))}"
-            with self.context.striking(f"{self.name} of {self.host}"):
-                return target, self._begin()
+            with self.context.striking():  # nothing else strikes between this look and the strike
+                if self.host not in self.context.candidates(self.victim):
+                    raise VictimTaken(f"{self.host} is the {self.victim} no more")
+                with self.context.striking(f"{self.name} of {self.host}"):
+                    return target, self._begin()
+        except VictimTaken:
+            self._ended = True  # nothing was begun
+            self.context.release(self.host)
+            raise
         except BaseException:  # what was begun is undone, whatever has ended it
             self._end_once()
             raise

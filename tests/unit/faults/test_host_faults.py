@@ -13,7 +13,7 @@ from elastic_rl import config
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.cluster_records import HostPhase
 from elastic_rl.faults import injector
-from elastic_rl.faults.context import Fault, InjectionEnded, WrappedFault
+from elastic_rl.faults.context import Fault, InjectionEnded, VictimTaken, WrappedFault
 from elastic_rl.faults.hosts import FaultNotSeen, HostFault, HostsContext, LastingFault, Victim
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 
@@ -21,7 +21,7 @@ from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 class Context(HostsContext):
     """Two hosts, of which "a" is every victim."""
 
-    away, lacks = False, ""
+    away, lacks, leads_now = False, "", "a"
 
     def __init__(self, folder: Path) -> None:
         hosts: Any = SimpleNamespace(all=lambda: [SimpleNamespace(name=name, address=name) for name in ("a", "b")])
@@ -31,7 +31,7 @@ class Context(HostsContext):
     def candidates(self, victim: Victim) -> list[str]:
         if self.away:
             raise EtcdUnavailable("no member answers")
-        return ["a"]
+        return [self.leads_now]
 
     def names_on(self, host: str) -> list[str]:
         return [host, "node-0"]
@@ -144,6 +144,18 @@ def test_fault_that_is_not_detected_in_time_is_ended_and_gives_its_host_back(
     [record] = played.over
     assert "detection of leader_host_cut was not seen" in record["problem"] and record["witness"] == "seen"
     assert (fault.begun, fault.ended) == (1, 1) and context.take_host(Victim.LEADER) == "a"
+
+
+def test_host_that_is_the_victim_no_more_is_not_struck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = Context(tmp_path)
+    fault = Cut(context)
+    monkeypatch.setattr(fault, "_prepare", lambda: setattr(context, "leads_now", "b"))
+    with pytest.raises(VictimTaken):
+        fault.inject()
+    assert context.struck == [] and (fault.begun, fault.ended) == (0, 0)
+    assert fault.inject() == ("leader on b, node-0", "seen") and fault.begun == 1
+    context.leads_now = "a"
+    assert context.take_host(Victim.LEADER) == "a", "the host was given back"
 
 
 def test_fault_that_never_began_is_given_up_without_a_word(tmp_path: Path) -> None:
