@@ -28,9 +28,8 @@ _REACTS_S = 60.0
 """Time for a run that is told to end to undo what it did."""
 _AFTERWARDS_S = 60.0
 """An alert that begins so soon after the recovery from a fault is of that fault."""
-
-
 _BY_FILE = f"the file {ABORT_FILE} is in the folder of the run"
+"""The reason of a switch that ``chaos abort`` has used."""
 
 
 class AbortSwitch:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate.replay import Transaction, below
+from chaos_tests.validate.training import Effective
 from chaos_tests.validate.verdict import Checker
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.etcd.keys import Keys
@@ -104,7 +105,7 @@ class ConsumedOfSteps(Checker):
 
     def __init__(self) -> None:
         super().__init__()
-        self._effective, self._last = dict[int, IntervalSet | None](), 0
+        self._effective = Effective()
         """Step → the groups of all steps up to it; None: a step before it is not in the log."""
         self._after = dict[int, list[tuple[int, IntervalSet]]]()
         """Step → the same each time that it was done, with the version of the policy that it made."""
@@ -113,11 +114,10 @@ class ConsumedOfSteps(Checker):
 
     def see(self, event: Event) -> None:
         step = int(event["step"])
-        for undone in [n for n in self._effective if n >= step] if step <= self._last else ():
-            del self._effective[undone]
-        before = self._effective.get(step - 1) if self._effective else IntervalSet()
+        self._effective.undo(step)
+        before: IntervalSet | None = self._effective.of.get(step - 1) if self._effective.of else IntervalSet()
         groups = None if before is None else before | IntervalSet.from_values(event.get("groups") or ())
-        self._effective[step], self._last = groups, step
+        self._effective.add(step, groups)
         if groups is not None:
             self._after.setdefault(step, []).append((int(event.get("policy_version") or 0), groups))
 

@@ -112,8 +112,7 @@ class Timeline:
         reward = event.get("reward_mean")
         one = StepTime(step, at - seconds, at, int(event.get("samples") or 0),
                        None if reward is None else float(reward))
-        undone = len(self.effective.undone(step))
-        if undone:
+        if undone := self.effective.undo(step):
             self.redone.append((at, undone))
         self.effective.add(step, one)
         self.steps.append(one)

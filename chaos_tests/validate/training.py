@@ -48,14 +48,16 @@ class Effective:
         self.done = self.last = 0
 
     def add(self, step: int, kept: Any) -> None:
+        self.undo(step)
         self.done += 1
-        for undone in self.undone(step):
-            del self.of[undone]
         self.of[step], self.last = kept, step
 
-    def undone(self, step: int) -> list[int]:
-        """The steps that are done again from this one on."""
-        return [done for done in self.of if done >= step] if step <= self.last else []
+    def undo(self, step: int) -> int:
+        """Forgets the steps from this one on, which are done again; how many there were."""
+        undone = [done for done in self.of if done >= step] if step <= self.last else []
+        for done in undone:
+            del self.of[done]
+        return len(undone)
 
     @property
     def redone(self) -> int:
@@ -360,7 +362,8 @@ class SameAsBaseline(Checker):
 
     @property
     def _deterministic(self) -> bool:
-        """The stand-in of a job on test hosts computes nothing: its steps are equal whatever happens."""
+        """Whether its steps say something: the stand-in of a job on test hosts computes nothing, and makes equal ones
+        whatever happens."""
         return bool(self.settings.get("deterministic")) and self.run.get("target") != TEST_HOSTS
 
     def see(self, event: Event) -> None:

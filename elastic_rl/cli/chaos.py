@@ -180,8 +180,8 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
            tries: Annotated[int, typer.Option("--tries", min=1, help="Most runs.")] = 20,
            out_folder: Out = None, output: Output = Format.TABLE) -> None:
     """Look for fewer faults with which a schedule still fails, by running parts of it, on clusters of their own."""
-    from chaos_tests import abort as switch
     from chaos_tests import runner
+    from chaos_tests.abort import by_operator
     from chaos_tests.nemesis.schedule import shrunk
     schedule = runner.schedule_at(path)
     runner.scenario_of(schedule)
@@ -198,19 +198,19 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
         runs += 1
         outcome = _run_to_end(lambda switch: runner.run(part, folder / f"try-{runs}", baseline=False, say=_progress,
                                                         switch=switch))
-        if switch.by_operator(outcome.aborted):
+        if by_operator(outcome.aborted):
             raise typer.Exit(Exit.INTERRUPTED)
         _progress(f"try {runs}: {part.faults} faults: {'it fails' if outcome.failed else 'it passes'}")
         if outcome.failed:
             keep(part)
         return outcome.failed
 
+    found = None
     try:
         found = shrunk(schedule, fails, tries=tries)
-    except BaseException:
-        if (folder / runner.SCHEDULE).exists():
+    finally:
+        if found is None and (folder / runner.SCHEDULE).exists():
             _progress(f"the smallest schedule that has failed so far is in {folder / runner.SCHEDULE}")
-        raise
     keep(found)
     if output is Format.JSON:
         tables.write_json({"faults": found.faults, "of": schedule.faults, "runs": runs,

@@ -99,7 +99,7 @@ class FaultLog(Record):
     epoch: int = 0
     """Number of the epoch in which the log was begun. That of the job, whose faults are global restarts, has none."""
     occurrences: list[FaultOccurrence] = []
-    """Those in a row, without a step of the run in between, the oldest first."""
+    """The faults in a row, without a step of the run in between, the oldest first."""
     pending: RecoveryAction = RecoveryAction.NONE
     due_at: float = 0.0
     """When the pending action is due, in seconds of the leader clock."""

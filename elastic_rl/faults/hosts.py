@@ -215,21 +215,19 @@ class HostFault(ABC):
         self._ended, self.host = False, ""  # it is begun again where etcd did not answer
         self.host = wait_until(lambda: self.context.take_host(self.victim), timeout_s=INJECT_TIMEOUT_S, poll_s=0.1,
                                what=f"the host that is the {self.victim}")
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._end_once)  # whatever ends the beginning
             self._prepare()
             target = f"{self.victim} on {', '.join(self.context.names_on(self.host))}"
             with self.context.striking():  # nothing else strikes between this look and the strike
                 if self.host not in self.context.candidates(self.victim):
+                    self._ended = True  # nothing was begun
+                    self.context.release(self.host)
                     raise VictimTaken(f"{self.host} is the {self.victim} no more")
                 with self.context.striking(f"{self.name} of {self.host}"):
-                    return target, self._begin()
-        except VictimTaken:
-            self._ended = True  # nothing was begun
-            self.context.release(self.host)
-            raise
-        except BaseException:  # what was begun is undone, whatever has ended it
-            self._end_once()
-            raise
+                    witness = self._begin()
+            undo.pop_all()
+        return target, witness
 
     def give_up(self) -> None:
         """Ends the fault where nobody waits for its detection or for the recovery from it any more."""

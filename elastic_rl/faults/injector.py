@@ -7,6 +7,7 @@ records.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -161,16 +162,20 @@ class FaultInjector(threading.Thread):
 
         try:
             step = self._answered(self.context.step)
-            try:
-                target, witness = self._inject(fault)
-            finally:
-                if self.context.struck:
-                    times["injected_at"] = self.context.struck[0][0]
-            if not witness:
-                raise _DidNotHappen(f"{fault.name} was not seen to happen")
-            if not unnoticed:
-                self._await(detected, _DETECT_TIMEOUT_S, f"detection of {fault.name}", poll_s=0.02)
-            self._await(healed, self._heal_timeout_s, f"recovery from {fault.name}", poll_s=0.05)
+            with contextlib.ExitStack() as undo:
+                # A fault that is not waited for any more is ended: those after it are to find what they strike.
+                undo.callback(getattr(fault, "give_up", lambda: None))
+                try:
+                    target, witness = self._inject(fault)
+                finally:
+                    if self.context.struck:
+                        times["injected_at"] = self.context.struck[0][0]
+                if not witness:
+                    raise _DidNotHappen(f"{fault.name} was not seen to happen")
+                if not unnoticed:
+                    self._await(detected, _DETECT_TIMEOUT_S, f"detection of {fault.name}", poll_s=0.02)
+                self._await(healed, self._heal_timeout_s, f"recovery from {fault.name}", poll_s=0.05)
+                undo.pop_all()
             times["healed_at"] = time.time()
         except _Stopped:
             problem = "the run ended while etcd did not answer"
@@ -182,9 +187,6 @@ class FaultInjector(threading.Thread):
             log.exception("fault %s", fault.name)
             # What was done is in the record, whatever came afterwards.
             witness = witness or "; ".join(what for _, what in self.context.struck)
-        finally:
-            if times["healed_at"] is None:
-                self._give_up(fault)
         record = {"name": fault.name, "step": step, "target": target, "state": str(getattr(fault, "state", "")),
                   "witness": witness, "problem": problem, "breaks": breaks,
                   "said": getattr(fault, "said", ""),
@@ -194,13 +196,6 @@ class FaultInjector(threading.Thread):
             self.over.append(record)
             self.under_way = {other: at for other, at in self.under_way.items() if other is not fault}
         self.records.write("fault", **record)
-
-    def _give_up(self, fault: Fault) -> None:
-        """Ends a fault that is not waited for any more, so that those after it find what they strike."""
-        try:
-            getattr(fault, "give_up", lambda: None)()
-        except Exception:  # the run's own end heals what is left
-            log.exception("giving up %s", fault.name)
 
     def _inject(self, fault: Fault) -> tuple[str, str]:
         """A fault that finds that etcd is away, or that its victim has just ended, is begun again, unless it has

@@ -117,14 +117,11 @@ class PoolSync:
             found = unserved(self.etcd, self.keys)
         except EtcdUnavailable:
             return ""
-        if found is None:
-            if self._unserved is not None:
-                self._unserved.close()
-                self._unserved = None
-            return ""
-        if self._unserved is not None and self._unserved.version != self._waited_for:  # of an outage before this one
-            self._unserved.close()
+        if self._unserved is not None and (found is None or self._unserved.version != self._waited_for):
+            self._unserved.close()  # of an outage that is over
             self._unserved = None
+        if found is None:
+            return ""
         if self._unserved is None:
             self._unserved = _LostVersion(self, self._waited_for)
         self._unserved.publish_again(found)

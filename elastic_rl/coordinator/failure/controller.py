@@ -104,7 +104,7 @@ class FailureController:
         """Takes the actions that are due. Raises Fenced and EtcdUnavailable; then the next pass takes them."""
         progress = policy.progress_of(snapshot.status)
         for target, found in snapshot.faults.items():
-            known = _counting(found, snapshot)
+            known = _in_this_epoch(found, snapshot)
             if known.operation and self._follow(known, snapshot):
                 continue  # the next pass acts on what it wrote
             match policy.due(known, snapshot.leader_time, progress):
@@ -119,7 +119,7 @@ class FailureController:
         """Deletes the fault logs and restart requests of engines that are gone, which nothing else would."""
         running = {op.target for op in snapshot.operations.values() if not op.state.ended}
         for target in {*snapshot.faults, *snapshot.restarts}:
-            known = _counting(snapshot.faults.get(target) or FaultLog(target=target), snapshot)
+            known = _in_this_epoch(snapshot.faults.get(target) or FaultLog(target=target), snapshot)
             if (not target.startswith(engine_target("")) or name_of(target) in snapshot.engines or target in running
                     or known.operation):
                 continue
@@ -190,7 +190,7 @@ class FailureController:
         is replaced."""
         found = self._etcd.get(self._keys.fault(target))
         known = decode(found, FaultLog, {}) if found else None
-        return _counting(known or FaultLog(target=target), snapshot), found.mod_revision if found else 0
+        return _in_this_epoch(known or FaultLog(target=target), snapshot), found.mod_revision if found else 0
 
     def _update(self, snapshot: ClusterSnapshot, record: FaultLog) -> WriteSet:
         writes, key = WriteSet(), self._keys.fault(record.target)
@@ -198,5 +198,5 @@ class FailureController:
         return writes
 
 
-def _counting(log: FaultLog, snapshot: ClusterSnapshot) -> FaultLog:
+def _in_this_epoch(log: FaultLog, snapshot: ClusterSnapshot) -> FaultLog:
     return policy.of_epoch(log, snapshot.epoch, snapshot.ended_epoch)

@@ -167,8 +167,8 @@ class _NodeSweep:
         self._released = {VersionName.from_version(v) for v in versions if v.state is VersionState.GONE}
 
     def __call__(self, node_id: str) -> Dropped:
-        """Raises Conflict for a node that was restarted after its mark, or noted a newer commit since: its next sweep
-        will do."""
+        """The node's answer. Raises Conflict for a node that was restarted after its mark, or noted a newer commit
+        since: its next sweep will do."""
         mark, connection = self._marks[node_id], self._client.connect(node_id)
         if connection.node.incarnation != mark.incarnation:
             raise Conflict(f"DCS node {node_id} was restarted since its mark")

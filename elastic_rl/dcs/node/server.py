@@ -131,8 +131,9 @@ class NodeServer:
         self._limiter = SendLimiter(settings.max_sends, settings.max_sends_per_peer,
                                     max_waiting=limits.connections // 2)
         self._deltas = DeltaCache(_DELTA_CACHE_BYTES)
-        self._fetches, self._lacks = RetryBackoff(*_MANIFESTS_S), ""
-        """Of manifests that a sweep needs, and why the last one that could not be had could not."""
+        self._manifest_backoff = RetryBackoff(*_MANIFESTS_S)
+        self._lacks = ""
+        """The error of the last manifest that a sweep needs and no node has; empty where it has all of them."""
         self._stop = threading.Event()
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
@@ -356,16 +357,14 @@ class NodeServer:
             return {}
         live, released, session.live, session.released = session.live, session.released, [], []
         manifests = self._index.kept(str(header["catalog"]), count(header["commits"]), live, released)
-        if missing := self._table.manifests_to_fetch(manifests):
-            self._fetch_manifests(missing)
-        else:
-            self._lacks = ""
+        self._fetch_manifests(self._table.manifests_to_fetch(manifests))
         dropped, freed = self._table.drop(manifests, count(header["mark"]))
         return {"chunks": dropped, "nbytes": freed, "lacks": self._lacks}
 
     def _fetch_manifests(self, missing: Sequence[str]) -> None:
-        """What no node has is asked for ever less often: each time all nodes are asked."""
-        if not self._fetches.is_due(time.monotonic()):
+        """Has what a sweep needs on this node. A manifest that no node has is asked for ever less often: each time all
+        nodes are asked."""
+        if missing and not self._manifest_backoff.is_due(time.monotonic()):
             return
         self._lacks = ""
         for manifest in missing:
@@ -374,9 +373,9 @@ class NodeServer:
             except ElasticRLError as e:
                 self._lacks = e.message
         if self._lacks:
-            self._fetches.failed(time.monotonic())
+            self._manifest_backoff.failed(time.monotonic())
         else:
-            self._fetches.reset()
+            self._manifest_backoff.reset()
 
     # -- giving chunks -----------------------------------------------------------------------------------------------
     def _get(self, session: Session, header: dict[str, Any]) -> None:

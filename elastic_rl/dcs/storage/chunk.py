@@ -33,8 +33,8 @@ class Chunk:
     """Whether there is a file that is not relied upon: it is to be replaced, or removed with the chunk."""
     gone: bool = False
     """Whether the table has dropped it."""
-    came: int = 0
-    """Number of the use with which it came to this node; 0: it was on disk at the start."""
+    first_touch: int = 0
+    """Number of its first use, with which it came to this node; 0: it was on disk at the start."""
     touched: int = 0
     """Number of its last use."""
     holders: set[int] = field(default_factory=set)

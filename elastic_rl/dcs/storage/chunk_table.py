@@ -147,7 +147,7 @@ class ChunkTable:
                 self._tiers.free(offset)
             else:
                 self._tiers.space.shrink(offset, nbytes)
-                chunk = chunk or self._chunks.setdefault(digest, Chunk(digest, nbytes, came=self._touch + 1))
+                chunk = chunk or self._chunks.setdefault(digest, Chunk(digest, nbytes, first_touch=self._touch + 1))
                 chunk.copy = Copy(offset, now, number)
                 if chunk.on_disk:  # that file was not verified: it is written again
                     chunk.on_disk, chunk.stale_file = False, True
@@ -360,10 +360,10 @@ class ChunkTable:
             in_use = {c.digest for c in self._chunks.values() if c.touched > mark or c.holders or c.keep_until > now}
             # What came by a loss, and is or was in use since the mark, may be of a version that ``live`` does not know.
             if (live <= self._chunks.keys() and unsure_upto == self._unsure_upto
-                    and not any(self._chunks[digest].came <= unsure_upto for digest in in_use)):
+                    and not any(self._chunks[digest].first_touch <= unsure_upto for digest in in_use)):
                 self._unsure_upto = -1
             victims = [c for c in self._chunks.values() if c.digest not in keep and c.digest not in in_use
-                       and kept_upto < c.came]
+                       and kept_upto < c.first_touch]
             for chunk in victims:
                 self._forget(chunk)
             self._parsed = {d: chunks for d, chunks in self._parsed.items() if d in live}

@@ -19,15 +19,13 @@ from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.pipeline.records.history import History
-from elastic_rl.pipeline.records.segments import HISTORY_KEY, Segment, first_record, segments_of
+from elastic_rl.pipeline.records.segments import FIRST_RECORD_BYTES, HISTORY_KEY, Segment, first_record, segments_of
 from elastic_rl.pipeline.records.tail_keys import read_tail
 
 log = logging.getLogger(__name__)
 
 _COMPARED_BYTES = 64 << 10
 """Bytes at the end of a copy with gaps by which it counts as complete."""
-_HEAD_BYTES = 4096
-"""Bytes in which the first record is looked for."""
 _PART_BYTES = 1 << 20
 
 
@@ -73,7 +71,7 @@ class HistoryReader:
         if not copy.is_file():
             return None
         with copy.open("rb") as file:
-            first = first_record(file.read(_HEAD_BYTES))
+            first = first_record(file.read(FIRST_RECORD_BYTES))
             if first.get("id") != self._history.identity and first.get("kind") != "gap":
                 return None
             size = file.seek(0, os.SEEK_END)

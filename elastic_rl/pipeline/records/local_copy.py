@@ -24,7 +24,7 @@ from typing import IO, Protocol
 from elastic_rl.errors import ChunkCorrupt, ChunkMissing
 from elastic_rl.host import file_lock, kept_state
 from elastic_rl.pipeline.records.history import TAIL_BYTES, History
-from elastic_rl.pipeline.records.segments import Segment, first_record, gap_in_file
+from elastic_rl.pipeline.records.segments import FIRST_RECORD_BYTES, Segment, first_record, gap_in_file
 from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.runtime.files import open_for_readers, replace_file
 
@@ -34,8 +34,6 @@ _HEAD_BYTES = 256
 """Bytes in which the record of a gap is looked for."""
 _COMPARE_S = (30.0, 600.0)
 """First and longest pause before a file that could not be compared with the sealed records is compared again."""
-_FIRST_BYTES = 4096
-"""Bytes in which the first record is looked for."""
 _RESERVE_BYTES = 256 << 20
 """Bytes of the file system that the copy leaves free. The chunks of the weights and the logs are often on the same one:
 a run can do without the copy, not without those."""
@@ -221,7 +219,7 @@ class LocalCopy:
         sealed = self._history.sealed
         tail, found = self._history.read(sealed) or b"", _read(file, sealed, TAIL_BYTES + 1)
         if (self._at != self._file_at or not tail.startswith(found) or _read(file, sealed - 1, 1) != b"\n"
-                or first_record(_read(file, 0, _FIRST_BYTES)).get("id") != self._history.identity):
+                or first_record(_read(file, 0, FIRST_RECORD_BYTES)).get("id") != self._history.identity):
             return False
         if not self._uncompared:
             log.warning("%s is continued, and was not compared with the sealed records, which no node has now",

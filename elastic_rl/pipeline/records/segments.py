@@ -15,6 +15,8 @@ from elastic_rl.pipeline.records.history import record_line
 HISTORY_KEY, END_KEY = "history", "end"
 """Keys in a version's meta: the identity of the history, and the offset at which the version ends."""
 _NAME = re.compile(r"(\d+)-(\d+)(-gap)?")
+FIRST_RECORD_BYTES = 4096
+"""Bytes at the beginning of a copy in which its first record is looked for."""
 _GAP_LINE_BYTES = 128
 """Longest line of a gap."""
 
