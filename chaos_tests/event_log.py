@@ -57,7 +57,7 @@ class Kind(StrEnum):
     """A step's record, as steps.jsonl has it, each time that the step was done."""
     EVENT = "event"
     """An event of the product, as its API has it: ``id``, ``name`` (its kind), ``subject``, ``severity``,
-    ``message``."""
+    ``message``; its ``at`` is of the clock of its writer, and ``seen_at`` of when the run has read it."""
     NOTIFICATION = "notification"
     """What a receiver of alerts got: ``alert`` (its kind), ``subject``, ``phase`` (firing, resolved), ``key`` (of its
     deduplication)."""
@@ -154,7 +154,7 @@ _FORMS: Mapping[str, Sequence[tuple[Sequence[str], Form, bool]]] = {
     Kind.WATCH: ((("client", "prefix"), _TEXT, True), (("revision",), _NUMBER, True), (("key",), _TEXT, False),
                  (("put", "listed"), _TRUTH, False)),
     Kind.STEP: ((("step",), lambda value: type(value) is int and 0 <= value < _MOST_STEPS, True),),
-    Kind.EVENT: ((("name", "subject", "message"), _TEXT, True),),
+    Kind.EVENT: ((("name", "subject", "message"), _TEXT, True), (("seen_at",), _TIME, False)),
     Kind.NOTIFICATION: ((("alert", "subject", "phase"), _TEXT, True),),
     Kind.LEFTOVER: ((("what",), _TEXT, True),),
     Kind.STOP: ((("since",), _TIME, True), (("revision", "step"), _NUMBER, True)),

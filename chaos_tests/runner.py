@@ -544,8 +544,8 @@ class _Events:
             for event in events.recent(self._target.reader, keys, _EVENTS_READ):
                 if event.id not in self._seen and event.at >= self._since:
                     self._seen.add(event.id)
-                    self._log.write(Kind.EVENT, at=event.at, id=event.id, name=event.kind, subject=event.subject,
-                                    severity=event.severity.value, message=event.message)
+                    self._log.write(Kind.EVENT, at=event.at, seen_at=time.time(), id=event.id, name=event.kind,
+                                    subject=event.subject, severity=event.severity.value, message=event.message)
 
 
 class _Poller:

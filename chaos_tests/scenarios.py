@@ -130,7 +130,7 @@ _SMALL: Mapping[str, Any] = {
     "algorithm.entropy_coef": 0.01, "trainer.tensor_parallel": 1, "trainer.data_parallel": 1, "coordinator.replicas": 2}
 """A job that a machine of two cores trains while its parts are killed: a fifth of a second a step. Each step changes
 its weights, by the entropy also where no sample has a reward: else no log-prob tells a version from the one before."""
-_STRUCK = {name: entry.parts for name, entry in FAULTS.items()}
+_STRUCK = {name: entry.strikes for name, entry in FAULTS.items()}
 _EVERY, _OF_HOSTS = (weights(frozenset(Need) - {other}) for other in (Need.TEST_HOSTS, Need.ONE_HOST))
 _ANY_SCHEDULE = ("engine_killed", "trainer_rank_killed", "trainer_rank_stopped", "rollout_killed", "advantages_killed",
                  "driver_killed", "coordinator_killed", "dcs_killed")

@@ -107,12 +107,19 @@ class Entry:
     """Whether it lasts so long that every lease may end: it is a reason for the loss of any member."""
     loses: str = ""
     """The role of the members of the job that it ends, in whose place others begin; "" where it ends none."""
+    victims: frozenset[Victim] = frozenset()
+    """The hosts that a fault of test hosts is of, by what they do."""
     recovers_without_step: bool = False
     """Whether the run may have recovered from it before the next step: nothing that runs needs the part."""
 
     @property
     def parts(self) -> frozenset[Part]:
         return self.also | {self.part}
+
+    @property
+    def strikes(self) -> frozenset[str]:
+        """What another fault at the same time must leave alone: else one of them may find nothing to strike."""
+        return self.victims or self.parts
 
     @property
     def seen_in(self) -> frozenset[Part]:
@@ -143,6 +150,8 @@ SEEN_BEYOND: Mapping[Part, frozenset[Part]] = {
 that runs on it, Ray the actors, and a run its driver."""
 
 
+_TRACED = frozenset({Way.EXITED, Way.GIL_HELD, Way.CLOCK_SET_BACK, Way.CLOCK_SET_AHEAD})
+_CLOCKS = frozenset({Way.CLOCK_SET_BACK, Way.CLOCK_SET_AHEAD})
 _OF_MEMBERS = frozenset({Part.ENGINES, Part.TRAINER, Part.ROLES, Part.DRIVER})
 """Parts whose processes are members of the job."""
 
@@ -151,11 +160,11 @@ def _struck(part: str, way: Way, strikes: Part, what: str, *, weight: float = 0.
             needs: Set[Need] = frozenset(), takes_all: bool = False, also: Set[Part] = frozenset(),
             repaired_unseen: bool = False) -> Entry:
     seconds = 0.0 if way.ends else _BEYOND_LEASE_S
-    traced = {Need.PTRACE} if way in (Way.EXITED, Way.GIL_HELD) else set()
+    traced = {Need.PTRACE} if way in _TRACED else set()
     loses = PARTS[part].component if way.ends and strikes in _OF_MEMBERS else ""
     return Entry(lambda c: Struck(c, part, way, state=state, seconds=seconds), strikes, what, weight, takes_all,
                  needs=frozenset({*needs, *traced}), also=frozenset(also), repaired_unseen=repaired_unseen,
-                 loses=loses)
+                 takes_replica=way not in _CLOCKS, loses=loses)
 
 
 _PARTS_LOST: Mapping[str, Entry] = {
@@ -229,6 +238,21 @@ _OTHERS: Mapping[str, Entry] = {
     "dcs_exited": _struck("dcs", Way.EXITED, Part.DCS, "the DCS node exits with code 0"),
     "dcs_terminated": _struck("dcs", Way.TERMINATED, Part.DCS, "SIGTERM of the DCS node"),
     "dcs_paused": _struck("dcs", Way.PAUSED, Part.DCS, "SIGSTOP of the DCS node, and SIGCONT"),
+    "coordinator_clock_set_back": _struck("coordinator", Way.CLOCK_SET_BACK, Part.COORDINATORS,
+                                          "the wall clock of the leading coordinator is an hour behind"),
+    "coordinator_clock_set_ahead": _struck("coordinator", Way.CLOCK_SET_AHEAD, Part.COORDINATORS,
+                                           "the wall clock of the leading coordinator is an hour ahead"),
+    "host_agent_clock_set_back": _struck("host_agent", Way.CLOCK_SET_BACK, Part.HOSTS,
+                                         "the wall clock of the active host agent is an hour behind"),
+    "driver_clock_set_ahead": _struck("driver", Way.CLOCK_SET_AHEAD, Part.DRIVER,
+                                      "the wall clock of the driver is an hour ahead"),
+    "engine_runner_clock_set_back": _struck("engine_runner", Way.CLOCK_SET_BACK, Part.ENGINES,
+                                            "the wall clock of what runs an engine is an hour behind"),
+    "trainer_rank_clock_set_ahead": _struck("trainer_rank", Way.CLOCK_SET_AHEAD, Part.TRAINER,
+                                            "the wall clock of a rank is an hour ahead"),
+    "dcs_clock_set_back": _struck("dcs", Way.CLOCK_SET_BACK, Part.DCS,
+                                  "the wall clock of the DCS node is an hour behind"),
+    "etcd_clock_set_ahead": _struck("etcd", Way.CLOCK_SET_AHEAD, Part.ETCD, "the wall clock of etcd is an hour ahead"),
     "host_agent_killed": _struck("host_agent", Way.KILLED, Part.HOSTS, "kill -9 of the active host agent",
                                  repaired_unseen=True),
     "etcd_terminated": _struck("etcd", Way.TERMINATED, Part.ETCD, "SIGTERM of etcd", also={Part.DRIVER}),
@@ -292,45 +316,47 @@ _ON_A_HOST = frozenset({Part.COORDINATORS, Part.ETCD, Part.DCS, Part.DRIVER, Par
 """What each test host has, and may seem to be lost with it."""
 
 
-def _of_hosts(make: Callable[[HostsContext], HostFault], what: str, weight: float = 1.0, *, part: Part = Part.HOSTS,
-              also: Set[Part] = _ON_A_HOST, takes_all: bool = False, slows: bool = False, ends_leases: bool = False
-              ) -> Entry:
-    return Entry(lambda c: make(cast(HostsContext, c)), part, what, weight, takes_all,
-                 needs=frozenset({Need.TEST_HOSTS}), also=frozenset(also - {part}), slows=slows,
-                 ends_leases=ends_leases)
+def _of_hosts(victim: Victim, make: Callable[[HostsContext, Victim], HostFault], what: str, weight: float = 1.0, *,
+              part: Part = Part.HOSTS, also: Set[Part] = _ON_A_HOST, slows: bool = False) -> Entry:
+    return Entry(lambda c: make(cast(HostsContext, c), victim), part, what, weight, needs=frozenset({Need.TEST_HOSTS}),
+                 also=frozenset(also - {part}), slows=slows, victims=frozenset({victim}))
 
 
 _OF_HOSTS: Mapping[str, Entry] = {
-    "holder_host_cut": _of_hosts(lambda c: HostCut(c, Victim.HOLDER), "the run's host is off the network", 2.0),
-    "leader_host_apart": _of_hosts(lambda c: HostApart(c, Victim.LEADER), "the leader's host and others do not hear "
-                                   "each other; clients reach both", 3.0),
-    "holder_host_apart": _of_hosts(lambda c: HostApart(c, Victim.HOLDER), "the run's host and the others do not hear "
-                                   "each other; clients reach both"),
-    "leader_host_deaf": _of_hosts(lambda c: HostDeaf(c, Victim.LEADER), "the leader's host is heard and hears none",
-                                  2.0),
-    "etcd_leader_host_deaf": _of_hosts(lambda c: HostDeaf(c, Victim.ETCD_LEADER),
-                                       "the host of etcd's leader is heard, and hears no other"),
-    "holder_host_mute": _of_hosts(lambda c: HostMute(c, Victim.HOLDER), "the run's host hears, and no other hears it",
-                                  2.0),
-    "holder_host_powered_off": _of_hosts(lambda c: HostPoweredOff(c, Victim.HOLDER),
-                                         "the host with the run loses its power, and nobody is told; it returns", 2.0),
-    "leader_host_powered_off": _of_hosts(lambda c: HostPoweredOff(c, Victim.LEADER),
-                                         "the leader's host loses its power; it returns", 2.0),
-    "bystander_host_powered_off": _of_hosts(lambda c: HostPoweredOff(c, Victim.BYSTANDER),
-                                            "a host that leads nothing loses its power; it returns"),
-    "etcd_leader_host_slow": _of_hosts(lambda c: LinkImpaired(c, Victim.ETCD_LEADER, "slow", _SLOW, _IMPAIRED_S),
-                                       "the link of etcd's leader carries 48 KiB a second for a while", slows=True),
-    "leader_host_late": _of_hosts(lambda c: LinkImpaired(c, Victim.LEADER, "late", _LATE, _IMPAIRED_S),
-                                  "what the leader's host gets is 150 to 250 ms late for a while", slows=True),
-    "holder_host_lossy": _of_hosts(lambda c: LinkImpaired(c, Victim.HOLDER, "lossy", _LOSSY, _IMPAIRED_S),
-                                   "a fifth of what the run's host gets is lost for a while", slows=True),
-    "leader_host_coordinator_killed": _of_hosts(coordinator_killed, "kill -9 of the coordinator that leads", 2.0,
-                                                part=Part.COORDINATORS, also=frozenset()),
-    "etcd_leader_host_etcd_killed": _of_hosts(etcd_killed, "kill -9 of the member that leads etcd", 2.0, part=Part.ETCD,
-                                              also=frozenset()),
-    "etcd_quorum_stopped": _of_hosts(lambda c: EtcdQuorumStopped(c, _ETCD_AWAY_S),
-                                     f"SIGSTOP of a majority of etcd's members for {_ETCD_AWAY_S:g} s", part=Part.ETCD,
-                                     also=_ON_A_HOST | {Part.HOSTS}, takes_all=True, ends_leases=True),
+    "holder_host_cut": _of_hosts(Victim.HOLDER, HostCut, "the run's host is off the network", 2.0),
+    "leader_host_apart": _of_hosts(Victim.LEADER, HostApart, "the leader's host and others do not hear each other; "
+                                   "clients reach both", 3.0),
+    "holder_host_apart": _of_hosts(Victim.HOLDER, HostApart, "the run's host and the others do not hear each other; "
+                                   "clients reach both"),
+    "leader_host_deaf": _of_hosts(Victim.LEADER, HostDeaf, "the leader's host is heard and hears none", 2.0),
+    "etcd_leader_host_deaf": _of_hosts(Victim.ETCD_LEADER, HostDeaf, "the host of etcd's leader is heard, and hears no "
+                                       "other"),
+    "holder_host_mute": _of_hosts(Victim.HOLDER, HostMute, "the run's host hears, and no other hears it", 2.0),
+    "holder_host_powered_off": _of_hosts(Victim.HOLDER, HostPoweredOff, "the host with the run loses its power, and "
+                                         "nobody is told; it returns", 2.0),
+    "leader_host_powered_off": _of_hosts(Victim.LEADER, HostPoweredOff, "the leader's host loses its power; it returns",
+                                         2.0),
+    "bystander_host_powered_off": _of_hosts(Victim.BYSTANDER, HostPoweredOff, "a host that leads nothing loses its "
+                                            "power; it returns"),
+    "etcd_leader_host_slow": _of_hosts(
+        Victim.ETCD_LEADER, lambda c, v: LinkImpaired(c, v, "slow", _SLOW, _IMPAIRED_S),
+        "the link of etcd's leader carries 48 KiB a second for a while", slows=True),
+    "leader_host_late": _of_hosts(
+        Victim.LEADER, lambda c, v: LinkImpaired(c, v, "late", _LATE, _IMPAIRED_S),
+        "what the leader's host gets is 150 to 250 ms late for a while", slows=True),
+    "holder_host_lossy": _of_hosts(
+        Victim.HOLDER, lambda c, v: LinkImpaired(c, v, "lossy", _LOSSY, _IMPAIRED_S),
+        "a fifth of what the run's host gets is lost for a while", slows=True),
+    "leader_host_coordinator_killed": _of_hosts(
+        Victim.LEADER, coordinator_killed, "kill -9 of the coordinator that leads", 2.0, part=Part.COORDINATORS,
+        also=frozenset()),
+    "etcd_leader_host_etcd_killed": _of_hosts(
+        Victim.ETCD_LEADER, etcd_killed, "kill -9 of the member that leads etcd", 2.0, part=Part.ETCD,
+        also=frozenset()),
+    "etcd_quorum_stopped": Entry(lambda c: EtcdQuorumStopped(cast(HostsContext, c), _ETCD_AWAY_S), Part.ETCD,
+                                 f"SIGSTOP of a majority of etcd's members for {_ETCD_AWAY_S:g} s", takes_all=True,
+                                 needs=frozenset({Need.TEST_HOSTS}), also=_ON_A_HOST - {Part.ETCD} | {Part.HOSTS},
+                                 ends_leases=True, victims=frozenset(Victim)),
 }
 FAULTS: Mapping[str, Entry] = {**_PARTS_LOST, **_OTHERS, **_OF_HOSTS}
 

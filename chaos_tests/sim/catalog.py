@@ -25,6 +25,7 @@ from elastic_rl.dcs.catalog import pins, reads
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.client import DcsClient
+from elastic_rl.dcs.codecs.digests import digest_of, matches
 from elastic_rl.dcs.connection import NodeConnection
 from elastic_rl.dcs.fetch.chunk_reader import ChunkReader
 from elastic_rl.dcs.fetch.executor import FetchExecutor
@@ -55,6 +56,8 @@ from elastic_rl.etcd.transaction import KeyValue, Op
 
 KEYS, STREAM, GROUP = Keys("j"), "policy", "actor"
 NODES, ARENA_BYTES, TENSOR_BYTES = 3, 1 << 18, 128
+NAMES = ("t0", "t1")
+"""The tensors of a version, each of which is written by another rank."""
 ACTIONS = 55
 """Things that happen in a run, beside those that happen between two calls of another."""
 GRACE_S, KEPT = 8.0, 2
@@ -95,6 +98,15 @@ class SimNode:
         """A byte of its memory changes."""
         at = rng.randrange(max(1, self.table.usage()["used_bytes"]))
         self.table.view[at] ^= 1 << rng.randrange(8)
+
+    def sound(self) -> dict[str, bool]:
+        """The chunks of which it has the bytes, each with whether somebody writes it now."""
+        found = dict[str, bool]()
+        for digest, chunk in [*self.table._chunks.items()]:
+            with self.table.reading(digest) as data:
+                if matches(data, digest):
+                    found[digest] = bool(chunk.holders) or chunk.keep_until > self.world.now
+        return found
 
 
 class SimSession(Session):
@@ -232,8 +244,8 @@ class SimPublisher:
         """Publishes the weights ``content``, as two ranks have written them."""
         ranks, parts = SimDcsClient(self.world, self.etcd, ""), list[Part]()
         try:
-            for place, node in enumerate(self.world.rng.sample(self.world.nodes, 2)):
-                connection, name = ranks.connect(node.name), f"t{place}"
+            for place, node in enumerate(self.world.rng.sample(self.world.nodes, len(NAMES))):
+                connection, name = ranks.connect(node.name), NAMES[place]
                 data = weights(content, name)
                 digest = connection.put(data)
                 entry = TensorEntry(name, "uint8", (len(data),), (Slice(digest, 0, len(data)),))
@@ -275,6 +287,11 @@ def weights(content: int, name: str) -> bytes:
     return random.Random(f"{content} {name}").randbytes(TENSOR_BYTES)
 
 
+def chunks_of(content: int) -> set[str]:
+    """Digests of the chunks of the weights ``content``."""
+    return {digest_of(weights(content, name)) for name in NAMES}
+
+
 class CatalogWorld:
     """A trainer group that publishes, readers, the leader's garbage collector, and nodes."""
 
@@ -288,8 +305,8 @@ class CatalogWorld:
         self.nodes = list[SimNode]()
         self.nodes += [SimNode(self, f"n{i}") for i in range(NODES)]
         self.publishers, self._next_content = list[SimPublisher](), 1
-        self.damaged = set[int]()
-        """Versions of which a node has lost its copy, or may have: bytes of it have changed."""
+        self._lost = set[str]()
+        """Chunks whose last copy this world has taken."""
         self._highest = 0
         leader = SimClient(self.model, lambda: self.now, self.interference)
         self.collector = GarbageCollector(leader, KEYS, RetentionPolicy(KEPT), clock=lambda: self.now)
@@ -340,8 +357,8 @@ class CatalogWorld:
         elif roll < 0.96:
             self._kill_node(self.rng.choice(self.nodes))
         else:
-            self.damaged |= {*range(1, self._highest + 1)}
-            self.rng.choice(self.nodes).rot(self.rng)
+            node = self.rng.choice(self.nodes)
+            self._take(node, lambda: node.rot(self.rng))
             self.counts["bytes changed on a node"] += 1
 
     def _sweep(self) -> None:
@@ -407,10 +424,24 @@ class CatalogWorld:
         that is the loss of a copy, as at any later time (``dcs.registered_nodes``)."""
         if any(p.etcd.read_last == KEYS.dcs_nodes_prefix() for p in self.publishers):
             return
-        self.damaged |= {v.number for v in reads.list_versions(self.driver, KEYS, STREAM)
-                         if v.state is VersionState.COMMITTED}
-        node.kill()
+        self._take(node, node.kill)
         self.counts["node killed"] += 1
+
+    def _take(self, node: SimNode, how: Callable[[], None]) -> None:
+        """Something is done to a node, by which copies that it has may be lost."""
+        before = self._copies(node)
+        how()
+        self._lost |= before.difference(*map(self._copies, self.nodes))
+
+    def _copies(self, node: SimNode) -> set[str]:
+        """The chunks that a node has, and has to keep: somebody writes them, or they are of a version of which it has a
+        copy. What it has got for a reader only, it may drop at any time."""
+        sound = node.sound()
+        kept = {digest for digest, is_written in sound.items() if is_written}
+        for version in reads.list_versions(self.driver, KEYS, STREAM):
+            if version.state is VersionState.COMMITTED and node.name in version.sources:
+                kept |= sound.keys() & {version.manifest, *chunks_of(int(version.meta["content"]))}
+        return kept
 
     # -- rules ---------------------------------------------------------------------------------------------------------
     def _any_number(self) -> int | None:
@@ -445,12 +476,13 @@ class CatalogWorld:
             manifest = reader.manifest(version)
             found = {entry.name: reader.tensor(entry) for entry in manifest.tensors}
         except ChunkMissing as e:
-            if is_pinned() and version.number not in self.damaged:
+            of_version = {version.manifest, *chunks_of(int(version.meta["content"]))}
+            if is_pinned() and self._lost.isdisjoint(of_version):
                 raise Violation("I3", f"a reader that pins version {version.number} does not get it: "
                                       f"{e.message}") from e
             raise
         content = int(version.meta["content"])
-        if found != {name: weights(content, name) for name in ("t0", "t1")}:
+        if found != {name: weights(content, name) for name in NAMES}:
             raise Violation("I2", f"a reader got other bytes than those of version {version.number}")
         self.counts["read"] += 1
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from light_runs import goes_on, records
 from support.hosts import require_namespaces
-from support.tiers import full
+from support.tiers import full, parametrize
 
 from chaos_tests import runner, target_hosts
 from chaos_tests.event_log import Kind, read
@@ -36,8 +36,8 @@ def folder() -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
-@full(proved_in=_PROVED_IN, why="three hosts with all that a cluster has need 80 to 95 s for one fault")
-@pytest.mark.parametrize("fault", ["leader_host_coordinator_killed", "leader_host_apart"])
+@parametrize("fault", ["leader_host_apart", "leader_host_coordinator_killed"], proved_in=_PROVED_IN,
+             why="three hosts with all that a cluster has need 80 to 95 s for one fault")
 def test_run_on_hosts_is_struck_watched_and_judged(fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, said = folder.parent / "go", list[str]()
     monkeypatch.setattr(target_hosts, "RUN", (*light_job.COMMAND, "--go", str(go)))

@@ -119,6 +119,8 @@ class _Account:
     """Parts that it takes with it."""
     left: int
     """Alerts of ``main`` that it may still give."""
+    role: str = ""
+    """Of the roles, the one whose member it ends; "": any, or none."""
     others: set[tuple[str, str]] = field(default_factory=set)
     """Components, with the subject, that had their alert."""
     consequences: set[tuple[str, str]] = field(default_factory=set)
@@ -129,7 +131,13 @@ class _Account:
         of = struck(fault)
         if not of:
             return cls(fault, frozenset(Part), frozenset(), victims(fault))
-        return cls(fault, frozenset(of[:1]), frozenset(of[1:]), max(1, victims(fault) - len(of[1:])))
+        entry = FAULTS.get(str(fault["name"]))
+        return cls(fault, frozenset(of[:1]), frozenset(of[1:]), max(1, victims(fault) - len(of[1:])),
+                   entry.loses if entry is not None and of[0] is Part.ROLES else "")
+
+    def is_main(self, kind: str) -> bool:
+        """Whether an alert of a kind is about the part that it is a fault of."""
+        return bool(parts(kind) & self.main) and self.role in ("", kind.partition(".")[0])
 
     def takes(self, alert: Event) -> bool:
         """Accounts for an alert, if it may."""
@@ -140,7 +148,7 @@ class _Account:
                 self.consequences.add((kind, subject))
             return fits
         of, one = parts(kind), (kind.partition(".")[0], subject)
-        is_main = bool(of & self.main)
+        is_main = self.is_main(kind)
         if not is_main and of & self.also and one not in self.others:  # what is left is for the main part
             self.others.add(one)
             return True
@@ -176,7 +184,7 @@ def attributed(alerts: Iterable[Event], faults: Iterable[Event]) -> Attribution:
     for alert in alerts:
         at = float(alert["since"])
         found = sorted((account for account in accounts if under_way(account.fault, at)), key=lambda account: (
-            not names(account.fault, str(alert["subject"])), not parts(str(alert["kind"])) & account.main,
+            not names(account.fault, str(alert["subject"])), not account.is_main(str(alert["kind"])),
             not gives_alert(account.fault), ended(account.fault)))
         account = next((account for account in found if account.takes(alert)), None)
         if account is None:
@@ -193,5 +201,5 @@ def _was_open(alert: Event, account: _Account) -> bool:
     """Whether an alert about a part that a fault struck was open when it was struck: signs of one part that does not
     work are one alert."""
     over = float(alert.get("resolved_at") or math.inf)
-    return (bool(parts(str(alert["kind"])) & account.main)
+    return (account.is_main(str(alert["kind"]))
             and float(alert["since"]) <= began(account.fault) + _FOUND_S and over >= began(account.fault))

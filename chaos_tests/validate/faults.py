@@ -26,6 +26,7 @@ from chaos_tests.validate.attribution import (
     victims,
 )
 from chaos_tests.validate.replay import Transaction, below, is_job
+from chaos_tests.validate.running import Patience
 from chaos_tests.validate.training import same_weights
 from chaos_tests.validate.verdict import OWN_TARGETS, RULES, RUN, Checker
 from elastic_rl.coordinator.alerts.state_machine import Phase
@@ -38,6 +39,8 @@ FLOOR_STEPS = 2
 under load."""
 _SILENT_S = 120.0
 """A job that makes no step for so long during a fault has to say what it waits for."""
+_RECOVERIES = 2
+"""Longest recoveries that the time without a step may be: further faults may strike before it has recovered."""
 _SAID_S = 10.0
 """Words that come closer to one another count once."""
 _NOTICE_S = 60.0
@@ -208,8 +211,8 @@ class Recoveries(FaultChecker):
 
 
 class SaidWhatItWaitsFor(FaultChecker):
-    """A job that makes no step for long during a fault says what it waits for; and the crash-loop rule ends no run that
-    its faults did not end."""
+    """A job that makes no step for long during a fault says what it waits for, and goes on while faults that follow one
+    another explain it; and the crash-loop rule ends no run that its faults did not end."""
 
     rule = "I11"
     reads = frozenset({Kind.FAULT, Kind.STEP, Kind.EVENT})
@@ -218,11 +221,16 @@ class SaidWhatItWaitsFor(FaultChecker):
     def __init__(self) -> None:
         super().__init__()
         self._gaps, self._last = list[tuple[float, float]](), 0.0
-        self._said = list[float]()
+        self._said, self._patience = list[float](), Patience()
+
+    def begin(self, run: Event) -> None:
+        super().begin(run)
+        self._patience.begin(run)
 
     def other(self, event: Event) -> None:
         if event["kind"] == Kind.STEP:
             at = float(event["at"])
+            self._patience.see(event)
             if self._last and at - self._last > _SILENT_S:
                 self._gaps.append((self._last, at))
             self._last = max(self._last, at)
@@ -243,6 +251,9 @@ class SaidWhatItWaitsFor(FaultChecker):
                     begin <= at <= until for at in self._said):
                 self.violated(f"no step was done for {until - begin:.0f} s, and the job did not say what it waits for",
                               *during)
+            elif until - begin > _RECOVERIES * self._patience.recovery_s and self.run.get("target") in OWN_TARGETS:
+                self.violated(f"no step was done for {until - begin:.0f} s, and the whole job had its first one after "
+                              f"{self._patience.start_s:.0f} s", *during)
 
     def evidence(self) -> str:
         if not self.happened:
@@ -277,11 +288,23 @@ class _Seen:
     """An alert as etcd had it."""
 
     alert: Event
-    """Its record."""
-    fired: bool = False
+    """Its record. Its own times are of the clock of the leader, which may be wrong."""
+    since: float
+    """When the observer saw it first, also while it was pending; -inf where there was the alert before."""
+    fired_at: float = math.inf
+    """When it saw it fire; inf where it did not."""
+    resolved_at: float = math.inf
     silenced: bool = False
     """Whether its notices were held back at any time."""
     proofs: list[Event] = field(default_factory=list)
+
+    @property
+    def fired(self) -> bool:
+        return self.fired_at < math.inf
+
+    @property
+    def as_observed(self) -> Event:
+        return {**self.alert, "since": self.since, "resolved_at": self.resolved_at}
 
 
 class Alerts(FaultChecker):
@@ -311,14 +334,14 @@ class Alerts(FaultChecker):
             if not step.name.startswith(_ALERTS) or not is_job(step):
                 continue
             record = step.new
-            if not record.get("id") or record.get("phase") == Phase.PENDING:
+            if not record.get("id"):
                 continue
-            seen = self._alerts.setdefault(str(record["id"]), _Seen(record))
+            seen = self._alerts.setdefault(str(record["id"]), _Seen(record, found.at if step.created else -math.inf))
             seen.alert = record
             seen.silenced = seen.silenced or bool(record.get("silenced_by") or record.get("suppressed"))
-            if not seen.fired:
-                seen.fired = record.get("phase") == Phase.FIRING
-                seen.proofs = [step.event] if seen.fired else []
+            if record.get("phase") == Phase.FIRING and not seen.fired:
+                seen.fired_at, seen.proofs = found.at, [step.event]
+            seen.resolved_at = min(seen.resolved_at, found.at) if record.get("phase") == Phase.RESOLVED else math.inf
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
@@ -360,14 +383,14 @@ class Alerts(FaultChecker):
             return
         missed, due = list[_Seen](), 0
         for key, seen in self._alerts.items():
-            if seen.fired and not seen.silenced and float(seen.alert.get("fired_at") or 0.0) <= self._at - _FIRST_S:
+            if seen.fired_at <= self._at - _FIRST_S and not seen.silenced:
                 due += 1
                 missed += [] if self._notified(key, seen.alert) else [seen]
         if missed and len(missed) == due:
             self.violated(f"{due} alerts fired, and no receiver got a notice", *missed[0].proofs)
             return
         for seen in missed:
-            if float(seen.alert.get("fired_at") or 0.0) > self._at - _NOTICE_S:
+            if seen.fired_at > self._at - _NOTICE_S:
                 continue
             self.violated(f"the alert {seen.alert['kind']} of {seen.alert['subject']} has fired, and no receiver got a "
                           "notice of its begin", *seen.proofs)
@@ -380,14 +403,15 @@ class Alerts(FaultChecker):
         return any(str(entry).startswith(f"{Phase.FIRING}:") for entry in alert.get("notified") or ())
 
     def _per_fault(self) -> None:
-        of = {id(seen.alert): seen for seen in self._alerts.values() if seen.fired and is_of_fault(seen.alert)}
-        found = attributed((seen.alert for seen in of.values()), self.happened)
+        of = {str(seen.alert["id"]): seen for seen in self._alerts.values()
+              if seen.fired and seen.since > -math.inf and is_of_fault(seen.alert)}
+        found = attributed((seen.as_observed for seen in of.values()), self.happened)
         for alert in found.left_over:
             if any(under_way(fault, float(alert["since"])) for fault in self._tried if fault not in self.happened):
                 continue
             names = ", ".join(str(fault["name"]) for fault in self.happened if under_way(fault, float(alert["since"])))
             why = f"beside the alerts that {names} may give" if names else "while no fault was under way"
-            self.violated(f"{alert['kind']} of {alert['subject']} fired {why}", *of[id(alert)].proofs)
+            self.violated(f"{alert['kind']} of {alert['subject']} fired {why}", *of[str(alert["id"])].proofs)
         if not self._gaps and (self._alerts or self._has_receivers):
             for fault in found.untold:
                 self.violated(f"{fault['name']} of {fault.get('target')} gave no alert", fault)
@@ -433,7 +457,7 @@ class SlowWork(FaultChecker):
         injected = [fault for fault in self.faults if fault.get("injected_at") is not None and seen_in(fault)]
         for event in self._found:
             under_way = [fault for fault in injected
-                         if began(fault) - 1.0 <= float(event["at"]) <= ended(fault) + AFTER_S]
+                         if began(fault) - 1.0 <= float(event.get("seen_at", event["at"])) <= ended(fault) + AFTER_S]
             if not any(explains(fault, event) for fault in under_way):
                 when = "that strikes it " if under_way else ""
                 self.violated(f"{event['name']} of {event['subject']}, when no fault {when}was under way: "

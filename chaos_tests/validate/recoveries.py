@@ -6,15 +6,16 @@ from chaos_tests.event_log import Event, Kind
 from chaos_tests.faults.catalogue import FAULTS
 from chaos_tests.validate.faults import FaultChecker
 from chaos_tests.validate.replay import OBSERVER_LATE_S, Transaction, below, is_job
+from chaos_tests.validate.running import Patience
+from chaos_tests.validate.verdict import OWN_TARGETS
 from elastic_rl.etcd.keys import Keys
 
 _MEMBERS = below(Keys("j").members_prefix())
-_ON_ONE_HOST = "one host"
 
 
 class WorkOfRecoveries(FaultChecker):
-    """Between a fault on one host and its recovery the job has made a step; and where a member of the job was ended,
-    another one has begun."""
+    """Between a fault and its recovery the job has made a step; where a member of the job was ended, another
+    one has begun; and on a cluster of its own that took no longer than the job had needed to start, some times."""
 
     rule = "I10"
     reads = frozenset({Kind.FAULT, Kind.STEP})
@@ -24,10 +25,15 @@ class WorkOfRecoveries(FaultChecker):
         super().__init__()
         self._steps, self._began = list[float](), dict[str, list[float]]()
         self._known, self._gaps = set[tuple[str, str]](), False
-        self._judged = 0
+        self._judged, self._patience = 0, Patience()
+
+    def begin(self, run: Event) -> None:
+        super().begin(run)
+        self._patience.begin(run)
 
     def other(self, event: Event) -> None:
         self._steps.append(float(event["at"]))
+        self._patience.see(event)
 
     def gap(self, first: int, last: int) -> None:
         self._gaps = True
@@ -44,17 +50,20 @@ class WorkOfRecoveries(FaultChecker):
         for fault in self.happened:
             if fault.get("healed_at") is None or fault["healed_at"] < fault["injected_at"]:
                 continue  # which ``Recoveries`` judges
-            self._judged += 1
             entry = FAULTS.get(str(fault["name"]))
             begin, until = float(fault["injected_at"]), float(fault["healed_at"])
             role = entry.loses if entry is not None else ""
             what = f"{fault['name']} of {fault.get('target')} is said to have healed"
-            needs_step = self.run.get("target") == _ON_ONE_HOST and not (entry and entry.recovers_without_step)
-            if needs_step and self._steps and not any(begin < at <= until for at in self._steps):
+            needs_step = bool(self._steps) and not (entry and entry.recovers_without_step)
+            self._judged += needs_step or role in self._began
+            if needs_step and not any(begin < at <= until for at in self._steps):
                 self.violated(f"{what} after {until - begin:.1f} s, in which the job made no step", fault)
             elif role and role in self._began and not self._gaps and not any(
                     begin <= at <= until + OBSERVER_LATE_S for at in self._began[role]):
                 self.violated(f"{what}, and no other member of the role {role} has begun", fault)
+            elif self.run.get("target") in OWN_TARGETS and until - begin > self._patience.recovery_s:
+                self.violated(f"{what} after {until - begin:.0f} s: the whole job had its first step after "
+                              f"{self._patience.start_s:.0f} s", fault)
 
     def evidence(self) -> str:
         return f"steps and members of {self._judged} recoveries" if self._judged else ""

@@ -24,11 +24,14 @@ _SETS, _CATALOG = below(_JOB.replica_sets_prefix("")).rstrip("/") + "/", below(_
 _OF_SETS = re.compile(re.escape(_SETS) + r"([^/]+)/(\d+)")
 _LEAST_S = 30.0
 """A shortage at the end of a run that is no longer than this is none, however fast its machine is."""
+_STARTS, _LEAST_RECOVERY_S = 3.0, 120.0
+"""Starts of the whole job that a recovery may take; and what it may take however fast these are: leases and holds of
+alerts do not depend on the machine."""
 
 
 class Patience:
-    """How long what is short at the end of a run may have been short: as long as the parts of the same run took, on the
-    same machine, to start and to come back."""
+    """How long a recovery may take, and how long what is short at the end of a run may have been short. Both follow
+    from what the same run took, on the same machine, to start and to come back."""
 
     def __init__(self) -> None:
         self._began = self._first_step = self._longest = 0.0
@@ -48,7 +51,17 @@ class Patience:
         """The limit in seconds; ``RECOVERY_S`` for a run without a step, of which nothing is known."""
         if not self._first_step:
             return RECOVERY_S
-        return min(RECOVERY_S, max(_LEAST_S, self._first_step - self._began, 2 * self._longest))
+        return min(RECOVERY_S, max(_LEAST_S, self.start_s, 2 * self._longest))
+
+    @property
+    def start_s(self) -> float:
+        """From the begin of the run to the first step of its job: nothing that was lost needs more than all of it."""
+        return max(0.0, self._first_step - self._began)
+
+    @property
+    def recovery_s(self) -> float:
+        """The most that one recovery may take: others go on beside it, and what was lost is first to be found."""
+        return min(RECOVERY_S, max(_LEAST_RECOVERY_S, _STARTS * self.start_s)) if self._first_step else RECOVERY_S
 
 
 @dataclass

@@ -28,7 +28,10 @@ from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.records import (
     ENDED_PHASES,
     Epoch,
+    Evidence,
     JobStatus,
+    Member,
+    ProcessFinding,
     RestartRequest,
     Severity,
     ended,
@@ -314,7 +317,17 @@ class DriverSupervisor:
                             severity=Severity.ERROR, ops=[end])
             else:
                 writer.emit(event_kinds.DRIVER_RESTARTED, driver_id, "the driver ended; the next one takes over what "
-                            "still runs", severity=Severity.ERROR)
+                            "still runs", severity=Severity.ERROR, ops=self._evidence(driver_id))
+
+    def _evidence(self, driver_id: str) -> list[Op]:
+        """Has the leader know that a driver is dead as soon as its lease has ended. No witness says so of one that has
+        ended before it was seen alive; its parent has seen its end."""
+        found = readable_one(self._etcd.get(self._keys.member(registry.DRIVER, driver_id)), Member)
+        if found is None:
+            return []  # it has never begun, or a witness was first
+        evidence = Evidence(role=found.role, id=found.id, incarnation=found.incarnation, finding=ProcessFinding.GONE,
+                            at=time.time(), by=f"its supervisor on {self._ctx.host}")
+        return [Op.put(self._keys.evidence(found.role, found.id), evidence.encode())]
 
     def _status(self) -> JobStatus:
         found = self._etcd.get(self._keys.job_status())

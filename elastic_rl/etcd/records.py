@@ -167,16 +167,16 @@ class ProcessFinding(OpenEnum):
 
 
 class Evidence(Record):
-    """A witness's word that a member's process cannot work."""
+    """The word of a witness, or of its parent, that a member's process cannot work."""
 
     role: str
     id: str
     incarnation: str
     finding: ProcessFinding
     at: float
-    """Unix seconds, by the witness's clock."""
+    """Unix seconds, by the clock of who says so."""
     by: str
-    """Name of the witness."""
+    """Who says so."""
 
 
 class PoolSpec(Record):

@@ -7,10 +7,11 @@ import os
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import psutil
 
@@ -51,41 +52,50 @@ class VictimTaken(ElasticRLError):
     has struck nothing yet and is begun again."""
 
 
-class Fault(Protocol):
-    """One fault. ``inject`` returns (target, witness) once the fault was seen to happen; "" for a witness: nothing has
-    happened. What it does to the run it does within ``FaultContext.striking``.
+class RuleBroken(ElasticRLError):
+    """A fault has found that the product does not keep a rule."""
 
-    ``detected``: whether somebody reports it, or has acted on it; ``healed``: whether the job works as before. One that
-    the run may survive without a word has an attribute ``may_go_unnoticed``, which is true. One that lasts until it is
-    ended has a method ``give_up``, which ends it where it is not waited for any more.
-    """
-
-    name: str
-
-    def inject(self) -> tuple[str, str]: ...
-
-    def detected(self) -> bool: ...
-
-    def healed(self) -> bool: ...
+    breaks = ""
+    """Its number in docs/architecture.md."""
 
 
-class WrappedFault:
+class Fault(ABC):
+    """One fault. What it does to the run it does within ``FaultContext.striking``."""
+
+    name = ""
+    state = ""
+    """The state that it strikes its victim in; "": any."""
+    said = ""
+    """What the job's status said that it waits for."""
+    may_go_unnoticed = False
+    """Whether the run may survive it without a word."""
+
+    @abstractmethod
+    def inject(self) -> tuple[str, str]:
+        """Returns (target, witness) once the fault was seen to happen; "" for a witness: nothing has happened."""
+
+    @abstractmethod
+    def detected(self) -> bool:
+        """Whether somebody reports it, or has acted on it."""
+
+    @abstractmethod
+    def healed(self) -> bool:
+        """Whether the job works as before."""
+
+    def give_up(self) -> None:  # noqa: B027 -- most last no longer than ``inject``
+        """Ends it where it is not waited for any more."""
+
+
+class WrappedFault(Fault):
     """A fault that is another one, with something done around it."""
 
     def __init__(self, fault: Fault) -> None:
-        self.name, self._fault = fault.name, fault
+        self.name, self.state, self.may_go_unnoticed = fault.name, fault.state, fault.may_go_unnoticed
+        self._fault = fault
 
     @property
-    def said(self) -> str:
-        return str(getattr(self._fault, "said", ""))
-
-    @property
-    def state(self) -> str:
-        return str(getattr(self._fault, "state", ""))
-
-    @property
-    def may_go_unnoticed(self) -> bool:
-        return bool(getattr(self._fault, "may_go_unnoticed", False))
+    def said(self) -> str:  # type: ignore[override]
+        return self._fault.said
 
     def inject(self) -> tuple[str, str]:
         return self._fault.inject()
@@ -97,7 +107,7 @@ class WrappedFault:
         return self._fault.healed()
 
     def give_up(self) -> None:
-        getattr(self._fault, "give_up", lambda: None)()
+        self._fault.give_up()
 
 
 class FaultContext:

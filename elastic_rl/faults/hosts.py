@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
@@ -25,7 +25,7 @@ from elastic_rl.etcd.cluster_records import Assignment, HostPhase, HostState, Ho
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import DcsNode, Leader
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, VictimTaken, command, kill
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, Fault, FaultContext, VictimTaken, command, kill
 from elastic_rl.faults.undo import Undo, UndoRegistry
 from elastic_rl.host.test_hosts.cluster_hosts import ClusterHosts
 from elastic_rl.host.test_hosts.impaired_link import Impairment
@@ -79,7 +79,9 @@ class HostsContext(FaultContext):
         return [*self._names.values()]
 
     def others(self, host: str) -> list[str]:
-        return [name for name in self.names if name != host]
+        """Those without a fault first: what another fault does to a host is no witness of this one."""
+        with self._lock:
+            return sorted((name for name in self.names if name != host), key=lambda name: name in self._taken_hosts)
 
     # -- victims ------------------------------------------------------------------------------------------------------
     def take_host(self, victim: Victim) -> str:
@@ -192,10 +194,9 @@ def restore(hosts: ClusterHosts) -> None:
         hosts.heal(name)
 
 
-class HostFault(ABC):
+class HostFault(Fault):
     """A fault of one host, which others no longer hear."""
 
-    may_go_unnoticed = False
     look_s = 0.25
     """Least time between two looks at the cluster, each of which is many calls of etcd, or reads all processes."""
     until: tuple[HostPhase, ...] = (HostPhase.LOST,)
@@ -204,12 +205,8 @@ class HostFault(ABC):
 
     def __init__(self, context: HostsContext, victim: Victim) -> None:
         self.context, self.victim = context, victim
-        self.name, self.host, self.said = f"{victim}_host_{self.kind}", "", ""
+        self.name, self.state, self.host = f"{victim}_host_{self.kind}", victim.value, ""
         self._ended, self._unanswered_since, self._look_at = False, 0.0, 0.0
-
-    @property
-    def state(self) -> str:
-        return self.victim.value
 
     def inject(self) -> tuple[str, str]:
         self._ended, self.host = False, ""  # it is begun again where etcd did not answer
@@ -265,7 +262,7 @@ class HostFault(ABC):
             self._ended = True
             self.context.release(self.host)
 
-    def _prepare(self) -> None:  # noqa: B027 -- most need to know nothing
+    def _prepare(self) -> None:
         """Reads what it needs to know before anything is done. Raises EtcdUnavailable."""
 
     @abstractmethod
@@ -437,14 +434,14 @@ class ProcessKilled(HostFault):
         pass
 
 
-def coordinator_killed(context: HostsContext) -> ProcessKilled:
-    """The death of the leading coordinator."""
-    return ProcessKilled(context, Victim.LEADER, _COORDINATOR)
+def coordinator_killed(context: HostsContext, victim: Victim) -> ProcessKilled:
+    """The death of a coordinator."""
+    return ProcessKilled(context, victim, _COORDINATOR)
 
 
-def etcd_killed(context: HostsContext) -> ProcessKilled:
-    """The death of the leading member of etcd."""
-    return ProcessKilled(context, Victim.ETCD_LEADER, _ETCD)
+def etcd_killed(context: HostsContext, victim: Victim) -> ProcessKilled:
+    """The death of a member of etcd."""
+    return ProcessKilled(context, victim, _ETCD)
 
 
 class EtcdQuorumStopped(LastingFault):

@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable
-from elastic_rl.faults.context import AWAY_PAUSES_S, INJECT_TIMEOUT_S, Fault, FaultContext, InjectionEnded, VictimTaken
+from elastic_rl.faults.context import (
+    AWAY_PAUSES_S,
+    INJECT_TIMEOUT_S,
+    Fault,
+    FaultContext,
+    InjectionEnded,
+    RuleBroken,
+    VictimTaken,
+)
 from elastic_rl.faults.kinds import CoordinatorKilled, EngineKilled, PoolScaled, TrainerRankKilled
 from elastic_rl.faults.undo import undo_all
 from elastic_rl.report.build import read_records_since
@@ -148,7 +156,7 @@ class FaultInjector(threading.Thread):
         began = time.time()
         times: dict[str, float | None] = {"injected_at": began, "detected_at": None, "healed_at": None}
         step, target, witness, problem, breaks = 0, "", "", "", ""
-        unnoticed = bool(getattr(fault, "may_go_unnoticed", False))
+        unnoticed = fault.may_go_unnoticed
         with self._lock:
             self.under_way = {**self.under_way, fault: began}
 
@@ -164,7 +172,7 @@ class FaultInjector(threading.Thread):
             step = self._answered(self.context.step)
             with contextlib.ExitStack() as undo:
                 # A fault that is not waited for any more is ended: those after it are to find what they strike.
-                undo.callback(getattr(fault, "give_up", lambda: None))
+                undo.callback(fault.give_up)
                 try:
                     target, witness = self._inject(fault)
                 finally:
@@ -183,13 +191,12 @@ class FaultInjector(threading.Thread):
             problem = str(e)
         except Exception as e:  # whatever it is, the record says that this fault did not happen, or was not seen to end
             problem = str(e) if isinstance(e, ElasticRLError) else f"{type(e).__name__}: {e}"
-            breaks = str(getattr(e, "breaks", ""))
+            breaks = e.breaks if isinstance(e, RuleBroken) else ""
             log.exception("fault %s", fault.name)
             # What was done is in the record, whatever came afterwards.
             witness = witness or "; ".join(what for _, what in self.context.struck)
-        record = {"name": fault.name, "step": step, "target": target, "state": str(getattr(fault, "state", "")),
-                  "witness": witness, "problem": problem, "breaks": breaks,
-                  "said": getattr(fault, "said", ""),
+        record = {"name": fault.name, "step": step, "target": target, "state": fault.state,
+                  "witness": witness, "problem": problem, "breaks": breaks, "said": fault.said,
                   "waited_s": max(0.0, float(times["injected_at"] or began) - began), "may_go_unnoticed": unnoticed,
                   "meanwhile": self._meanwhile(times), **times}
         with self._lock:

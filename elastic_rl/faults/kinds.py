@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.device_phase import SeenPhase, Side
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.records import Engine, EngineState, Member, OperationState, PoolStatus
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, suspend
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, Fault, FaultContext, command, suspend
 from elastic_rl.faults.undo import Undo
 from elastic_rl.host.compute_services import RAY_HEAD, RAY_WORKER, compute_services
 from elastic_rl.host.paths import JobPaths
@@ -24,12 +24,9 @@ from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
 
-class Killed(ABC):
+class Killed(Fault):
     """kill -9 of a part that the run needs. It has recovered from that once another process is in the place of the one
     that was killed, and the run has since then trained steps that it could not have trained without it."""
-
-    name = ""
-    may_go_unnoticed = False
 
     def __init__(self, context: FaultContext) -> None:
         self.context, self.at = context, 0.0
@@ -270,7 +267,7 @@ class TrainerRankStopped(Killed):
         return len(ranks) >= self.ranks and all(m.incarnation != self.incarnation for m in ranks)
 
 
-class Restarted:
+class Restarted(Fault):
     """A part is restarted on an operator's request."""
 
     def __init__(self, context: FaultContext, target: str) -> None:
@@ -293,7 +290,7 @@ class Restarted:
         return now["state"] == OperationState.SUCCEEDED and self.context.step() > self.step
 
 
-class CoordinatorKilled:
+class CoordinatorKilled(Fault):
     """The death of the coordinator that leads. Nothing that runs needs it, so no step is asked for."""
 
     name = "coordinator_killed"
@@ -323,7 +320,7 @@ class CoordinatorKilled:
         return self.context.etcd.count(ClusterKeys(self.context.cfg.cluster_name).leader_prefix())
 
 
-class PoolScaled:
+class PoolScaled(Fault):
     """A PATCH of the pool's size through the admin API. No fault, but it must be survived as one."""
 
     def __init__(self, context: FaultContext, name: str, change: int) -> None:

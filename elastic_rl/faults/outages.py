@@ -19,16 +19,12 @@ from elastic_rl.trainer.service.client import TrainerClient
 
 
 class _Outage(Killed):
-    """What the outages have in common. ``said``: what the run's status said that it waits for."""
+    """What the outages have in common."""
 
     may_go_unnoticed = True
     """An outage may be over before the run says that it waits."""
     part = ""
     """What the run is to say that it waits for; "": whatever it says."""
-
-    def __init__(self, context: FaultContext) -> None:
-        super().__init__(context)
-        self.said = ""
 
     def detected(self) -> bool:
         """The run says that it waits."""

@@ -18,7 +18,7 @@ from elastic_rl.config.groups import ACTOR
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.records import EngineState
-from elastic_rl.faults import ptrace
+from elastic_rl.faults import clock, ptrace
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, stopped, suspend
 from elastic_rl.faults.kinds import Killed
 from elastic_rl.faults.states import State, provoked
@@ -33,6 +33,7 @@ from elastic_rl.runtime.waiting import wait_until
 _END_S = 60.0
 """Longest time in which a process is seen to end after SIGTERM. One that goes on for longer drains, and may."""
 _FIND_GIL_S = 60.0
+_CLOCK_S = 3600
 
 
 class Way(StrEnum):
@@ -49,6 +50,10 @@ class Way(StrEnum):
     GIL_HELD = "gil_held"
     """The thread that has the GIL does not go on for a while: Python code waits, native threads and the kernel answer.
     """
+    CLOCK_SET_BACK = "clock_set_back"
+    """Its wall clock is an hour behind for a while."""
+    CLOCK_SET_AHEAD = "clock_set_ahead"
+    """Its wall clock is an hour ahead for a while."""
 
     @property
     def ends(self) -> bool:
@@ -174,7 +179,8 @@ class Struck(Killed):
 
     def __init__(self, context: FaultContext, part: str, way: Way, *, state: State | None = None, seconds: float = 0.0
                  ) -> None:
-        """``seconds``: for how long it is stopped, or its GIL held. Raises ValueError for what cannot be combined."""
+        """``seconds``: for how long it is stopped, its GIL held, or its clock wrong. Raises ValueError for what cannot
+        be combined."""
         super().__init__(context)
         if way.ends != (seconds == 0.0) or (state is not None and way not in (Way.KILLED, Way.PAUSED)):
             raise ValueError(f"{part} cannot be {way} for {seconds:g} s in the state {state.name if state else 'any'}")
@@ -207,6 +213,8 @@ class Struck(Killed):
                 self.context.ended.wait(self.seconds)
                 ended = "" if runs(victim) else ", or until it was ended"
             return f"pid {pid} was stopped for {self.seconds:g} s{ended}"
+        if self.way in (Way.CLOCK_SET_BACK, Way.CLOCK_SET_AHEAD):
+            return self._set_clock(pid, -_CLOCK_S if self.way is Way.CLOCK_SET_BACK else _CLOCK_S)
         if self.way is Way.GIL_HELD:
             return ptrace.hold_gil(pid, self.seconds, find_s=_FIND_GIL_S, wait=self._hold, pause=self._pause)
         if self.way is Way.EXITED:
@@ -218,6 +226,13 @@ class Struck(Killed):
             os.kill(pid, signal.SIGTERM)
         wait_until(lambda: not runs(victim), timeout_s=_END_S, what=f"the end of pid {pid}", poll_s=0.02)
         return f"pid {pid} was sent SIGTERM and seen to end"
+
+    def _set_clock(self, pid: int, by_s: int) -> str:
+        with self.context.undo.noted(Undo.PUT_CLOCK_RIGHT, pid):
+            with self.context.striking(f"the wall clock of pid {pid} was set"):
+                witness = clock.set_by(pid, by_s)
+            self.context.ended.wait(self.seconds)
+        return f"{witness} for {self.seconds:g} s"
 
     def _hold(self, seconds: float) -> None:
         with self.context.striking("the thread that had the GIL was stopped"):
@@ -281,7 +296,6 @@ class Struck(Killed):
         return any(e.kind.partition(".")[0] == self.part.component and (kind := event_kinds.find(e.kind)) is not None
                    and bool(kind.begins or kind.counted or kind.alert) for e in signs) or (
                        self.way.ends and self.is_back())
-
 
     def is_back(self) -> bool:
         """As many processes as before work. One that was stopped is among them, or has ended."""

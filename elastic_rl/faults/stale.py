@@ -15,17 +15,16 @@ from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.transaction import Op
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, stopped
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, RuleBroken, stopped
 from elastic_rl.faults.kinds import Killed
 from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
 
-class FencingBroken(ElasticRLError):
+class FencingBroken(RuleBroken):
     """A write was accepted of somebody who has been replaced."""
 
     breaks = "I1"
-    """The rule that this breaks, for the record of the fault."""
 
 
 class StaleLeader(Killed):

@@ -1,5 +1,5 @@
-"""A record of what faults have stopped, limited, started or resized and not undone yet, so that it can be undone by
-somebody else: by an abort switch, or after the kill -9 of the process that injected them.
+"""A record of what faults have stopped, limited, set, started or resized and not undone yet, so that somebody else can
+undo it: an abort switch, or whoever comes after the kill -9 of the process that injected them.
 
 A line is written to the file before anything is touched, and another one after it was undone. To undo is idempotent,
 never touches a process that has the number of one that ended, and is done on the machine where the fault was.
@@ -27,6 +27,7 @@ from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd.process_state import ProcessState, look_at, machine_id, start_ticks
+from elastic_rl.faults import clock
 from elastic_rl.runtime.files import sync_folder
 
 FILE = "undo.jsonl"
@@ -45,6 +46,8 @@ class Undo(StrEnum):
     """SIGCONT to the process ``pid``."""
     UNLIMIT = "unlimit"
     """The process ``pid`` gets back the limit ``limit`` of the size of its files."""
+    PUT_CLOCK_RIGHT = "put clock right"
+    """The process ``pid`` has the wall clock of the machine again."""
     END = "end"
     """The process ``pid``, which is one that the fault has started, is killed, with its group where it leads one."""
     RESIZE = "resize"
@@ -205,6 +208,8 @@ def _undo_of_process(undo: Undo, entry: dict[str, Any]) -> bool:
             was_limited = resource.prlimit(pid, resource.RLIMIT_FSIZE) != limit
             resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
             return was_limited
+        if undo is Undo.PUT_CLOCK_RIGHT:
+            return clock.put_right(pid)
         if os.getpgid(pid) == pid:
             os.killpg(pid, signal.SIGKILL)
         else:

@@ -31,7 +31,7 @@ def of_this_machine() -> tuple[list[int], list[int]]:
     return split(sorted(os.sched_getaffinity(0)))
 
 
-class OwnCores:
+class OwnCores(Fault):
     """Gives engines and ranks cores of their own, in the form of a fault, so that it is done once in a run that works.
     The servers of all engines and the ranks of the policy, with their children, keep to their cores from then on; all
     else runs on any core."""

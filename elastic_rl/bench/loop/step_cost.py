@@ -50,7 +50,7 @@ class Span:
     """Keys written and deleted, by kind of key."""
 
 
-class _Observation:
+class _Observation(Fault):
     """An observation has the form of a fault, so that the injector makes it at a step of a run that works."""
 
     def __init__(self, context: FaultContext) -> None:

@@ -24,7 +24,7 @@ _NEVER = 1 << 62
 """A version that no run comes to."""
 
 
-class GivenUp:
+class GivenUp(Fault):
     """Has one engine of a pool given up for ever, in the form of a fault: its record asks, as the leader's would, for a
     version that never comes. From then on leader, driver, router, engine and loop do what they do beside one that does
     not catch up: it follows the head, and gets no requests."""

@@ -4,15 +4,18 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.codecs.digests import matches
 from elastic_rl.dcs.connection import NodeConnection
 from elastic_rl.dcs.manifest import Manifest, TensorEntry
-from elastic_rl.errors import ChunkCorrupt, NodeUnavailable
+from elastic_rl.errors import ChunkCorrupt, ChunkMissing, NodeUnavailable
 from elastic_rl.etcd.records import Version
 
+_ROUNDS = 3
+"""How often a node may drop a chunk that it has just fetched, by a garbage collection, before the reading fails."""
 _Connect = Callable[[], NodeConnection]
 
 
@@ -38,11 +41,19 @@ class ChunkReader:
 
     def _chunk(self, digest: str) -> bytes:
         connection = self._connection()
-        connection.fetch([digest])
-        data = bytes(connection.get(digest))
+        data = self._fetched(connection, digest)
         if not matches(data, digest):
             raise ChunkCorrupt(f"node {connection.node.id} sent other bytes than those of chunk {digest}")
         return data
+
+    @staticmethod
+    def _fetched(connection: NodeConnection, digest: str) -> bytes:
+        for _ in range(_ROUNDS - 1):
+            connection.fetch([digest])
+            with suppress(ChunkMissing):
+                return bytes(connection.get(digest))
+        connection.fetch([digest])
+        return bytes(connection.get(digest))
 
     def _connection(self) -> NodeConnection:
         last = NodeUnavailable("no DCS node is registered", hint="is the cluster up? `elastic-rl status`")

@@ -18,6 +18,7 @@ from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.coordinator.membership import registry
+from elastic_rl.coordinator.membership.suspicion import Suspicion, WitnessReports
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.coordinator.targets import DRIVER, JOB
 from elastic_rl.driver.restart_requests import open_requests
@@ -28,7 +29,16 @@ from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.cluster_records import driver_of
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.membership import members
-from elastic_rl.etcd.records import FAILURE_POLICY, Epoch, GenerationCap, JobStatus, Member, RestartRequest, Severity
+from elastic_rl.etcd.records import (
+    FAILURE_POLICY,
+    Epoch,
+    Evidence,
+    GenerationCap,
+    JobStatus,
+    Member,
+    RestartRequest,
+    Severity,
+)
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.etcd.transaction import TxnResult
 from elastic_rl.host import processes
@@ -233,6 +243,24 @@ def test_driver_that_was_killed_is_followed_by_one_that_takes_over(job: Supervis
     job.driver().kill()
     assert job.await_driver(2) == epoch
     assert ray.is_running() and job.events() == ["driver.restarted"]
+    assert job.finish() == 0
+
+
+def test_driver_that_ended_before_a_witness_saw_it_alive_is_not_only_suspected(job: SupervisedJob) -> None:
+    """Its alert would go on until the time for which a member that may be slow is only suspected is over."""
+    job.start("works")
+    job.await_driver(1)
+    driver_id, pid = job.starts()[0], job.driver().pid
+    job.etcd.put(job.keys.member(registry.DRIVER, driver_id), Member(
+        role=registry.DRIVER, id=driver_id, pid=pid, host="h", epoch=1, incarnation="i").encode())
+    job.driver().kill()
+    job.await_driver(2)
+    [kv] = job.etcd.range(job.keys.evidence_prefix())[0]
+    evidence = Evidence.decode(kv.value)
+    assert (evidence.role, evidence.id, evidence.incarnation) == (registry.DRIVER, driver_id, "i")
+    entry = LastSeen(role=registry.DRIVER, id=driver_id, incarnation="i", first_seen=1.0, suspected_at=2.0)
+    reports = WitnessReports(0.0, evidence={entry.name: evidence})
+    assert "its process is gone" in Suspicion(120.0, 30.0).why_dead(entry, reports)
     assert job.finish() == 0
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from elastic_rl.bench.loop import outages
 from elastic_rl.bench.loop.outages import Outage, TimedOutage
+from elastic_rl.faults.context import Fault
 
 
 def step(number: int, at: float, **more: Any) -> dict[str, Any]:
@@ -34,7 +35,7 @@ class Context:
         return self.engines
 
 
-class Fault:
+class Away(Fault):
     name, said = "away", "waits"
 
     def __init__(self) -> None:
@@ -53,19 +54,19 @@ class Fault:
 
 @pytest.fixture
 def made() -> tuple[Any, Any, Outage, TimedOutage]:
-    context, fault, noted = Context(), Fault(), Outage()
+    context, fault, noted = Context(), Away(), Outage()
     return context, fault, noted, TimedOutage(fault, context, noted, lambda: fault.clock)  # type: ignore[arg-type]
 
 
 def test_outage_begins_two_steps_later_and_ends_when_it_was_injected(made: tuple[Any, Any, Outage, TimedOutage]
                                                                      ) -> None:
-    _, fault, noted, outage = made
+    context, fault, noted, outage = made
     assert outage.inject() == ("target", "witness")
     assert (noted.step, noted.began, noted.ended, noted.healed) == (6, 100.0, 120.0, None)
     assert (outage.name, outage.said, outage.detected()) == ("away", "waits", True)
     assert not outage.may_go_unnoticed
     fault.may_go_unnoticed = True
-    assert outage.may_go_unnoticed
+    assert TimedOutage(fault, context, noted).may_go_unnoticed
 
 
 def test_outage_is_over_when_the_pool_is_whole_again(made: tuple[Any, Any, Outage, TimedOutage]) -> None:

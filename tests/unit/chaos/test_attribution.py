@@ -105,6 +105,18 @@ def test_product_that_misses_every_second_fault_is_found() -> None:
     assert [f["target"] for f in attributed(alerts, faults).untold] == [f"e{n}" for n in range(0, 12, 2)]
 
 
+def test_death_of_one_role_is_not_told_by_an_alert_of_another() -> None:
+    killed = fault("advantages_killed")
+    found = attributed([alert("rollout.dead", "rollout")], [killed])
+    assert [a["kind"] for a in found.left_over] == ["rollout.dead"] and [*found.untold] == [killed]
+    found = attributed([alert("advantages.dead", "advantages")], [killed])
+    assert not found.left_over and not found.untold
+    open_ = attributed([alert("rollout.dead", "rollout", 1.0, 15.0), alert("advantages.dead", since=1.0, over=15.0)],
+                       [killed])
+    assert not open_.untold, "signs of one part that does not work are one alert"
+    assert attributed([alert("rollout.dead", "rollout", 1.0, 15.0)], [killed]).untold
+
+
 def test_alert_without_a_subject_is_of_no_target() -> None:
     assert left_over([alert("dcs.dead", "")], fault("engine_killed", target="e1")) == [""]
 

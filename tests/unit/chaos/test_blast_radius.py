@@ -12,6 +12,7 @@ from chaos_tests.blast_radius import BlastRadius, OutOfRadius, guarded, parts, r
 from chaos_tests.faults.catalogue import FAULTS, Need, Part
 from elastic_rl.errors import ConfigError, EtcdUnavailable
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.faults.context import Fault
 
 PLENTY = dict.fromkeys(Part, 3)
 
@@ -43,9 +44,7 @@ def test_last_replica_is_struck_only_where_that_is_allowed(name: str, count: int
     assert (radius.refusal(name, {FAULTS[name].part: count}) == "") is may
 
 
-class Wound:
-    said = ""
-
+class Wound(Fault):
     def __init__(self, name: str) -> None:
         self.name, self.is_healed, self.injected = name, False, 0
 

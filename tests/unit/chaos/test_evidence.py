@@ -186,17 +186,32 @@ def late(records: list[Record]) -> None:
 
 
 def test_alert_that_fires_while_no_fault_is_under_way_breaks_i9() -> None:
-    def alert(records: list[Record], since: float) -> None:
-        edited(records, f"{KEYS.alerts_prefix()}engine.dead/rollout-1/e1", lambda v: v.update(since=since))
-        edited(records, f"{KEYS.alerts_prefix()}engine.dead/rollout-1/e1", lambda v: v.update(since=since), 1)
+    def observed(records: list[Record], at: float) -> None:
+        for record in of_kind(records, Kind.CHANGE):
+            if record["key"] == f"{KEYS.alerts_prefix()}engine.dead/rollout-1/e1":
+                record["at"] = at
 
-    found = violations(changed(lambda r: alert(r, r[0]["at"] - 5.0)))
+    found = violations(changed(lambda r: observed(r, r[0]["at"] - 5.0)))
     assert any("fired while no fault was under way" in what for what in found)
     base = changed(lambda r: r.__setitem__(slice(None), [e for e in r if e["kind"] != "fault"]))
     base[0].update(baseline=True, schedule={"strikes": []})
     assert [w for w in violations(base) if w.startswith("I9")] == [
         f"I9: {alert} fired while no fault was under way"
         for alert in ("engine.dead of rollout-1", "trainer.dead of trainer")]
+
+
+@pytest.mark.parametrize("by_s", [-3600.0, 3600.0])
+def test_times_that_a_leader_with_a_wrong_clock_has_written_break_nothing(by_s: float) -> None:
+    def wrong(records: list[Record]) -> None:
+        for record in of_kind(records, Kind.CHANGE):
+            if "/alerts/" in record["key"]:
+                value = value_of(record)
+                record["value"] = json.dumps(value | {name: value[name] + by_s for name in (
+                    "since", "fired_at", "resolved_at") if value.get(name)})
+        for record in of_kind(records, Kind.EVENT):
+            record.update(seen_at=record["at"], at=record["at"] + by_s)
+
+    assert violations(changed(lambda r: (own_receivers(r), late(r), wrong(r)))) == []
 
 
 def test_each_alert_that_fired_is_notified() -> None:

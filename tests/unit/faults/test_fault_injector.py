@@ -19,7 +19,7 @@ from support.waiting import wait_until
 from elastic_rl import config
 from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable
 from elastic_rl.faults import injector as injectors
-from elastic_rl.faults.context import FaultContext, InjectionEnded, VictimTaken, stopped
+from elastic_rl.faults.context import Fault, FaultContext, InjectionEnded, VictimTaken, stopped
 from elastic_rl.faults.injector import Elapsed, FaultInjector
 from elastic_rl.faults.undo import Undo, UndoRegistry
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
@@ -55,7 +55,7 @@ class Context:
         return self.etcd.read({"e1", "e2"})
 
 
-class Fault:
+class Something(Fault):
     name = "something"
 
     def __init__(self, etcd: Etcd, on_inject: Callable[[], None] = lambda: None) -> None:
@@ -87,7 +87,7 @@ def play(etcd: Etcd, fault: Fault, path: Path) -> FaultInjector:
 
 def test_fault_is_injected_once_and_recorded_despite_a_flaky_etcd(tmp_path: Path) -> None:
     etcd, path = Etcd(), tmp_path / "faults.jsonl"
-    fault = Fault(etcd)
+    fault = Something(etcd)
     play(etcd, fault, path).join(60)
     record = json.loads(path.read_text())
     assert fault.injected == 1 and record["healed_at"] >= record["detected_at"] >= record["injected_at"]
@@ -97,13 +97,13 @@ def test_fault_is_injected_once_and_recorded_despite_a_flaky_etcd(tmp_path: Path
 def test_time_without_etcd_does_not_count_against_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(injectors, "_DETECT_TIMEOUT_S", 1e-9)  # any answer that is no would be the last one
     etcd, path = Etcd(), tmp_path / "faults.jsonl"
-    play(etcd, Fault(etcd), path).join(60)
+    play(etcd, Something(etcd), path).join(60)
     assert json.loads(path.read_text())["healed_at"] is not None
 
 
 def test_injector_ends_with_the_run_and_records_faults_without_etcd(tmp_path: Path) -> None:
     etcd, path = Etcd(), tmp_path / "faults.jsonl"
-    fault = Fault(etcd, lambda: setattr(etcd, "gone", True))
+    fault = Something(etcd, lambda: setattr(etcd, "gone", True))
     injector = play(etcd, fault, path)
     wait_until(lambda: fault.injected, what="the fault")
     injector.stopping.set()
@@ -138,7 +138,7 @@ class Running:
         return set()
 
 
-class Wound:
+class Wound(Fault):
     """A fault that heals when a test says so."""
 
     said, state = "it waits", "ready"
@@ -216,10 +216,9 @@ def test_recovery_that_is_not_seen_is_given_up_and_keeps_its_witness(tmp_path: P
     assert "recovery from a was not seen" in record["problem"] and record["healed_at"] is None
 
 
-class Striking:
+class Striking(Fault):
     """A fault that reads etcd, strikes, and reads it once more, as some do."""
 
-    said, state = "", ""
     why: ElasticRLError = EtcdUnavailable("no member answers")
 
     def __init__(self, context: FaultContext, before: list[bool], after: list[bool], *, witness: str = "it was struck",

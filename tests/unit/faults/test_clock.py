@@ -1,0 +1,116 @@
+"""The wall clock of a running process is set from outside: real processes, since only the kernel can do it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic_rl.errors import ConfigError
+from elastic_rl.faults import clock, ptrace
+from elastic_rl.faults.undo import Undo, UndoRegistry, undo_all
+
+pytestmark = pytest.mark.skipif(
+    not ptrace.supported() or os.geteuid() != 0, reason="needs Linux on x86-64, and the permission to debug")
+
+TELLS = """
+import sys, time
+for _ in sys.stdin:
+    print(time.time(), time.monotonic(), flush=True)
+"""
+SPINS = """
+import threading, time
+def spin():
+    while True:
+        time.time()
+for _ in range(4):
+    threading.Thread(target=spin, daemon=True).start()
+""" + TELLS
+NEAR_S = 300.0
+
+
+@contextmanager
+def running(code: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def offset(process: subprocess.Popen[str]) -> float:
+    """Seconds by which the process's wall clock is ahead; its monotonic clock is the machine's."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    wall, monotonic = map(float, process.stdout.readline().split())
+    assert abs(monotonic - time.monotonic()) < NEAR_S
+    return wall - time.time()
+
+
+@pytest.mark.parametrize("seconds", [-3600, 3600, 86400 * 365])
+@pytest.mark.parametrize("code", [TELLS, SPINS])
+def test_clock_of_one_process_is_set_and_put_right(code: str, seconds: int) -> None:
+    with running(code) as process, running(TELLS) as other:
+        assert abs(offset(process)) < NEAR_S
+        assert f"{abs(seconds)} s" in clock.set_by(process.pid, seconds)
+        assert abs(offset(process) - seconds) < NEAR_S and abs(offset(other)) < NEAR_S
+        clock.set_by(process.pid, 2 * seconds)  # instead, not on top
+        assert abs(offset(process) - 2 * seconds) < NEAR_S
+        assert clock.put_right(process.pid) and abs(offset(process)) < NEAR_S
+        assert not clock.put_right(process.pid)
+        assert abs(time.time() - psutil.Process(other.pid).create_time()) < NEAR_S, "this process's clock is untouched"
+
+
+def test_process_that_reads_its_clock_all_the_time_survives_each_change() -> None:
+    with running(SPINS) as process:
+        for n in range(100):
+            clock.set_by(process.pid, (-1) ** n * 3600)
+            assert clock.put_right(process.pid)
+        assert abs(offset(process)) < NEAR_S and process.poll() is None
+
+
+def test_clock_that_somebody_has_set_is_put_right_by_whoever_comes_next(tmp_path: Path) -> None:
+    with running(TELLS) as process:
+        UndoRegistry(tmp_path).note(Undo.PUT_CLOCK_RIGHT, process.pid)
+        clock.set_by(process.pid, 3600)
+        os.kill(process.pid, signal.SIGSTOP)  # it was killed while it set the clock
+        assert undo_all(tmp_path).done == [f"put clock right {process.pid}"]
+        assert abs(offset(process)) < NEAR_S, "it goes on, with the clock of the machine"
+        assert undo_all(tmp_path).done == [] and undo_all(tmp_path).failed == []
+
+
+def test_process_that_has_ended_is_said_to_have_ended(tmp_path: Path) -> None:
+    with running(TELLS) as process:
+        UndoRegistry(tmp_path).note(Undo.PUT_CLOCK_RIGHT, process.pid)
+        process.kill()
+        process.wait()
+        for act in (lambda: clock.set_by(process.pid, 3600), lambda: clock.put_right(process.pid)):
+            with pytest.raises(ProcessLookupError):
+                act()
+        assert undo_all(tmp_path).failed == []
+
+
+def test_vdso_of_another_form_is_refused_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    offset_of, code = clock._function()
+    with running(TELLS) as process:
+        monkeypatch.setattr(clock, "_function", lambda: (offset_of, bytes([code[0] ^ 1, *code[1:]])))
+        with pytest.raises(ConfigError, match="not the one of this process"):
+            clock.set_by(process.pid, 3600)
+        monkeypatch.undo()
+        assert abs(offset(process)) < NEAR_S
+
+
+@pytest.mark.parametrize("image", [b"", b"\x7fELF", bytes(4096), b"\xff" * 4096])
+def test_what_is_no_vdso_has_no_function(image: bytes) -> None:
+    with pytest.raises(ConfigError, match="vDSO"):
+        clock._symbol(image)
