@@ -117,6 +117,11 @@ class Outcome:
     def failed(self) -> bool:
         return bool(self.wrong or self.aborted)
 
+    @property
+    def broken(self) -> frozenset[str]:
+        """The rules that were violated, by their numbers."""
+        return frozenset(what.partition(":")[0] for what in self.wrong)
+
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 def run(schedule: Schedule, folder: Path, *, baseline: bool | None = None, say: Say = log.info,

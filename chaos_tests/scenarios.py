@@ -161,6 +161,11 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
              {**_SMALL, "train.schedule": "fully_async", "train.max_staleness": 2}, minutes=5.0,
              count=6, faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=30.0,
              pace=Pace(3, 10, 30), pace_s=Pace(10, 25, 60)),
+    Scenario("turns", "a small job whose samples have two turns, each of which another engine may make",
+             {**_SMALL, "rollout.engines": 2, "rollout.generate": "chaos_tests.traffic.turns:generate",
+              "data.options.operand_below": 500}, minutes=5.0, count=6,
+             faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=25.0, pace=Pace(3, 10, 30),
+             pace_s=Pace(10, 25, 60)),
     Scenario("changes", "a small job whose pool clients scale, whose engines they have replaced and whose driver "
              "restarted, while faults happen", {**_SMALL, "rollout.engines": 2}, minutes=6.0, count=6,
              faults={name: WEIGHTS[name] for name in ("coordinator_killed", "dcs_killed", "trainer_rank_killed",

@@ -36,6 +36,8 @@ from elastic_rl.host.test_hosts.naming import choose_subnet, is_of_tag, tag_of
 from elastic_rl.runtime.waiting import wait_until
 
 CLUSTER, HOSTS = "chaos", 3
+LOGS = "logs"
+"""The folder of the logs of all hosts, in ``run_dir`` of the cluster, once it is down."""
 RUN = (*light_job.COMMAND, "--pause-s", "0.5")
 """What is in the place of the driver."""
 _READY_S, _STOP_S = 300.0, 120.0
@@ -56,7 +58,8 @@ class HostsTarget(Target):
 
     def context(self, undo: UndoRegistry | None = None) -> HostsContext:
         return HostsContext(self.made, self.cfg, self.reader, self.api, len(self.hosts), undo=undo,
-                            works=lambda generation: driver_writes.works(self.reader, self.cfg.job, generation))
+                            works=lambda generation, since: driver_writes.works(
+                                self.reader, self.cfg.job, generation, since))
 
     def heal(self) -> None:
         restore(self.made)
@@ -123,7 +126,16 @@ def hosts_cluster(cfg: Config, *, say: Callable[[str], None], on_leftover: Calla
     finally:
         for what in (*_left(tag_of(cluster.paths.folder)), *left_behind(cfg), *([failed] if failed else [])):
             on_leftover(what)
+        _keep_logs(cluster.paths.folder, cfg.run_dir / LOGS)
         shutil.rmtree(cluster.paths.folder, ignore_errors=True)
+
+
+def _keep_logs(folder: Path, kept: Path) -> None:
+    """Moves the logs of a cluster and of its hosts out of its folder, which is about to be deleted."""
+    for path in [path for path in folder.rglob("*.log*") if path.is_file() and not path.is_symlink()]:
+        to = kept / path.relative_to(folder)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(to)
 
 
 def receiver_address(run_dir: Path) -> str:

@@ -121,10 +121,14 @@ def accepted(etcd: EtcdClient, job: str) -> list[Driver]:
     return [Driver(**json.loads(kv.value)) for kv in kvs]
 
 
-def works(etcd: EtcdClient, job: str, assignment: int) -> bool:
-    """Whether the newest write that etcd has taken is of the driver that was started for this assignment."""
+def works(etcd: EtcdClient, job: str, assignment: int, since: int = 0) -> bool:
+    """Whether the newest write that etcd has taken is of the driver that was started for this assignment, and the job
+    has made a step after a revision."""
     newest = max(etcd.range(_prefix(job), limit=1, newest_first=True)[0], key=lambda kv: kv.mod_revision, default=None)
-    return newest is not None and Driver(**json.loads(newest.value)).assignment == assignment
+    if newest is None or Driver(**json.loads(newest.value)).assignment != assignment:
+        return False
+    steps = etcd.range(Keys(job).steps_prefix(), limit=1, newest_first=True)[0] if since else []
+    return not since or any(step.mod_revision > since for step in steps)
 
 
 def write_until_finished(ctx: RunContext, driver_id: str) -> None:

@@ -179,13 +179,19 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
                "Folder of the results of a run that has failed, or its schedule.json."))],
            tries: Annotated[int, typer.Option("--tries", min=1, help="Most runs.")] = 20,
            out_folder: Out = None, output: Output = Format.TABLE) -> None:
-    """Look for fewer faults with which a schedule still fails, by running parts of it, on clusters of their own."""
-    from chaos_tests import runner
+    """Look for fewer faults with which a schedule still breaks one of the rules that it broke, by running parts of it,
+    on clusters of their own. Of a schedule without its results any failure counts."""
+    from chaos_tests import report, runner
     from chaos_tests.abort import by_operator
     from chaos_tests.nemesis.schedule import shrunk
     schedule = runner.schedule_at(path)
     runner.scenario_of(schedule)
     _require_secrets(schedule)
+    broken = runner.outcome_of(path).broken if (path / report.EVENTS).is_file() else frozenset()
+    if broken:
+        _progress(f"a part fails that breaks {' or '.join(sorted(broken))}")
+    elif (path / report.EVENTS).is_file():
+        raise ConfigError(f"the run in {path} broke no rule", hint="name one that has failed")
     folder = out_folder or _new_folder(schedule, Path("runs"), "shrink")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     runs = 0
@@ -200,10 +206,12 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
                                                         switch=switch))
         if by_operator(outcome.aborted):
             raise typer.Exit(Exit.INTERRUPTED)
-        _progress(f"try {runs}: {part.faults} faults: {'it fails' if outcome.failed else 'it passes'}")
-        if outcome.failed:
+        failed = bool(outcome.broken & broken) if broken else outcome.failed
+        _progress(f"try {runs}: {part.faults} faults: "
+                  f"{'it fails' if failed else 'it fails in another way' if outcome.failed else 'it passes'}")
+        if failed:
             keep(part)
-        return outcome.failed
+        return failed
 
     found = None
     try:

@@ -60,10 +60,11 @@ class HostsContext(FaultContext):
     """The hosts of a cluster with a job, what its etcd has of them, and which of them have a fault now."""
 
     def __init__(self, hosts: ClusterHosts, cfg: Config, etcd: EtcdClient, api: AdminClient, control_hosts: int, *,
-                 undo: UndoRegistry | None = None, works: Callable[[int], bool] = lambda generation: True) -> None:
+                 undo: UndoRegistry | None = None, works: Callable[[int, int], bool] = lambda generation, since: True
+                 ) -> None:
         """``etcd``: a client beside the hosts, of all members, which soon says that none answers. ``control_hosts``:
-        how many hosts have a member and a coordinator. ``undo``: as of any context. ``works``: whether the run does
-        something that was assigned in a generation."""
+        how many hosts have a member and a coordinator. ``undo``: as of any context. ``works``: whether the run
+        that was assigned in a generation has done something since a revision of etcd."""
         super().__init__(cfg, etcd, Keys(cfg.job), api, undo=undo)
         self.hosts, self.cluster_keys, self.control_hosts = hosts, ClusterKeys(cfg.cluster_name), control_hosts
         self._works = works
@@ -146,9 +147,9 @@ class HostsContext(FaultContext):
         state = readable_one(self.etcd.get(self.cluster_keys.host_state(host)), HostState)
         return state.phase if state is not None else None
 
-    def missing(self, *, run: bool = True) -> str:
+    def missing(self, *, run: bool = True, since: int = 0) -> str:
         """What the cluster does not have that it has without faults; "": nothing. ``run``: whether the run of the job
-        has to be there. Raises EtcdUnavailable."""
+        has to be there, and to have done something since a revision of etcd. Raises EtcdUnavailable."""
         for name in self.names:
             phase = self.phase(name)
             if phase is None or phase in _AWAY or self.etcd.get(self.cluster_keys.host(name)) is None:
@@ -160,18 +161,18 @@ class HostsContext(FaultContext):
             return f"the member of etcd at {', '.join(silent)}"
         if len(self.etcd.range(self.cluster_keys.leader_prefix())[0]) < self.control_hosts:
             return "a coordinator"
-        return "" if not run or self.runs_on(self.holder()) else "the run"
+        return "" if not run or self.runs_on(self.holder(), since) else "the run"
 
-    def runs_on(self, host: str) -> bool:
-        """Whether the run is assigned to the host, its agent says that it runs, and it works. Raises
-        EtcdUnavailable."""
+    def runs_on(self, host: str, since: int = 0) -> bool:
+        """Whether the run is assigned to the host, its agent says that it runs, and it has worked since a revision.
+        Raises EtcdUnavailable."""
         assigned = self.etcd.get(self.cluster_keys.assignment(driver_of(self.cfg.job)))
         held = readable_one(assigned, Assignment)
         status = readable_one(self.etcd.get(self.cluster_keys.host_status(host)), HostStatus) if host else None
         run = status.services.get(driver_of(self.cfg.job)) if status is not None else None
         return (assigned is not None and held is not None and held.host == host and run is not None
                 and run.state is RunState.RUNNING and run.generation == assigned.version
-                and self._works(assigned.version))
+                and self._works(assigned.version, since))
 
     def processes_on(self, host: str, part: str) -> list[psutil.Process]:
         """The processes on a host with a word in their command line."""
@@ -207,6 +208,9 @@ class HostFault(Fault):
         self.context, self.victim = context, victim
         self.name, self.state, self.host = f"{victim}_host_{self.kind}", victim.value, ""
         self._ended, self._unanswered_since, self._look_at = False, 0.0, 0.0
+        self._over_at: int | None = None
+        """The revision at which etcd answered first after the end of the fault: what the run did before proves nothing.
+        """
 
     def inject(self) -> tuple[str, str]:
         self._ended, self.host = False, ""  # it is begun again where etcd did not answer
@@ -245,7 +249,9 @@ class HostFault(Fault):
     def healed(self) -> bool:
         self._end_once()
         try:
-            return self._is_due() and not self.context.missing()
+            if self._over_at is None:
+                self._over_at = self.context.etcd.revision()
+            return self._is_due() and not self.context.missing(since=self._over_at)
         except EtcdUnavailable:
             return False
 

@@ -212,6 +212,30 @@ def test_hang_is_shrunk_too_and_what_was_found_is_kept_where_somebody_ends_it(
     assert ("smallest schedule that has failed so far" in capsys.readouterr().err) == (code != Exit.OK)
 
 
+@pytest.mark.parametrize("broken", [True, False])
+def test_part_that_fails_in_another_way_than_the_run_is_none(broken: bool, tmp_path: Path,
+                                                             monkeypatch: pytest.MonkeyPatch,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    """What shrinks to a fault that was not seen to happen says nothing of the rule that was broken."""
+    def made(schedule: Schedule, folder: Path, **_: Any) -> Outcome:
+        names = {name for strike in schedule.strikes for name in strike.faults}
+        return Outcome(folder, ["I9: no alert"] if "engine_killed" in names else ["run: it did not happen"])
+
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / "schedule.json").write_text(SCHEDULE.to_json())
+    (folder / report.EVENTS).touch()
+    monkeypatch.setattr(runner, "run", made)
+    monkeypatch.setattr(runner, "outcome_of", lambda path: Outcome(path, ["I9: no alert"] if broken else []))
+    assert run("shrink", str(folder), f"--out={tmp_path / 'small'}") == (Exit.OK if broken else Exit.USAGE)
+    said = capsys.readouterr().err
+    if broken:
+        assert [strike.faults for strike in runner.schedule_at(tmp_path / "small").strikes] == [("engine_killed",)]
+        assert "it fails in another way" in said and "I9" in said
+    else:
+        assert "broke no rule" in said
+
+
 @pytest.mark.parametrize(("records", "wrong"), [
     ([{"step": 10**13}], "step"), ([{"step": 900_000_000}, {"step": 1}], "")])
 def test_log_that_was_sent_takes_no_time_for_steps_that_are_not_in_it(

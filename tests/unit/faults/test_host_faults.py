@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from elastic_rl import config
 from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import HostPhase
 from elastic_rl.faults import injector
 from elastic_rl.faults.context import Fault, InjectionEnded, VictimTaken, WrappedFault
@@ -21,12 +22,20 @@ from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 class Context(HostsContext):
     """Two hosts, of which "a" is every victim."""
 
-    away, lacks, leads_now = False, "", "a"
+    away, lacks, leads_now, writes = False, "", "a", 0
 
     def __init__(self, folder: Path) -> None:
         hosts: Any = SimpleNamespace(all=lambda: [SimpleNamespace(name=name, address=name) for name in ("a", "b")])
         nothing: Any = None
         super().__init__(hosts, config.parse({"job": "j", "run_dir": str(folder)}), nothing, nothing, 2)
+        self._etcd, self.asked_since = cast(EtcdClient, self), list[int]()
+
+    def revision(self) -> int:
+        """Of its etcd, which another writes to."""
+        if self.away:
+            raise EtcdUnavailable("no member answers")
+        self.writes += 1
+        return self.writes
 
     def candidates(self, victim: Victim) -> list[str]:
         if self.away:
@@ -48,7 +57,8 @@ class Context(HostsContext):
     def ready(self, pool: str = "") -> set[str]:
         return set()
 
-    def missing(self, *, run: bool = True) -> str:
+    def missing(self, *, run: bool = True, since: int = 0) -> str:
+        self.asked_since.append(since)
         if self.away:
             raise EtcdUnavailable("no member answers")
         return self.lacks
@@ -98,6 +108,19 @@ def test_fault_strikes_once_is_ended_once_and_gives_its_host_back(tmp_path: Path
     assert not fault.healed() and not fault.healed() and fault.ended == 1
     context.lacks = ""
     assert fault.healed() and (fault.begun, fault.ended) == (1, 1) and context.take_host(Victim.LEADER) == "a"
+
+
+def test_fault_has_healed_once_the_run_has_worked_since_its_end(tmp_path: Path) -> None:
+    """A write from before proves nothing, nor does one from before etcd has answered again."""
+    context = Context(tmp_path)
+    fault = Cut(context)
+    fault.inject()
+    context.away = True
+    assert not fault.healed() and fault.ended == 1 and context.asked_since == []
+    context.writes, context.away, context.lacks = 70, False, "the run"
+    assert not fault.healed() and not fault.healed()
+    context.lacks = ""
+    assert fault.healed() and context.asked_since == [71, 71, 71]
 
 
 def test_fault_that_has_not_struck_may_be_begun_again(tmp_path: Path) -> None:
