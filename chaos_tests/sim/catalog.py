@@ -41,9 +41,11 @@ from elastic_rl.dcs.registered_nodes import read_node
 from elastic_rl.dcs.security import Security
 from elastic_rl.dcs.storage.chunk import Chunk
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
+from elastic_rl.dcs.storage.disk import DiskFolder, WriteBatch
 from elastic_rl.errors import (
     ChunkCorrupt,
     ChunkMissing,
+    DiskFull,
     ElasticRLError,
     Fenced,
     NodeUnavailable,
@@ -53,6 +55,7 @@ from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, Formation, Version, VersionState
 from elastic_rl.etcd.transaction import KeyValue, Op
+from elastic_rl.runtime.backoff import RetryBackoff
 
 KEYS, STREAM, GROUP = Keys("j"), "policy", "actor"
 NODES, ARENA_BYTES, TENSOR_BYTES = 3, 1 << 18, 128
@@ -61,16 +64,69 @@ NAMES = ("t0", "t1")
 ACTIONS = 55
 """Things that happen in a run, beside those that happen between two calls of another."""
 GRACE_S, KEPT = 8.0, 2
+DISK_BYTES = 1 << 16
+MOST_SWEEPS = 3
+"""Garbage collections in the middle of one reading with which it may end: each may drop what was got for it."""
 OWNER = -1
 """The connection as which a node gets chunks for itself."""
 SETTINGS = DcsConfig()
 
 
-class SimNode:
-    """A checkpoint node without a disk."""
+class SimDisk(DiskFolder):
+    """A disk in memory, which outlives its node. A batch of files is there as a whole, or not at all."""
 
-    def __init__(self, world: CatalogWorld, name: str) -> None:
+    def __init__(self, files: dict[str, bytearray]) -> None:
+        self.files, self.limit_bytes, self.used_bytes, self._sizes = files, DISK_BYTES, 0, {}
+
+    def room(self) -> int:
+        return self.limit_bytes - self.used_bytes
+
+    def index(self) -> dict[str, int]:
+        for digest, data in self.files.items():
+            self.account(digest, len(data))
+        return dict(self._sizes)
+
+    def batch(self) -> WriteBatch:
+        return SimBatch(self)
+
+    def read_into(self, digest: str, out: memoryview) -> None:
+        if (data := self.files.get(digest)) is None:
+            raise ChunkMissing(f"chunk {digest} is not on this disk")
+        if len(data) != len(out):
+            raise ChunkCorrupt(f"chunk {digest} has {len(data)} bytes on this disk")
+        out[:] = data
+
+    def remove(self, digest: str) -> None:
+        self.files.pop(digest, None)
+        self.used_bytes -= self._sizes.pop(digest, 0)
+
+
+class SimBatch(WriteBatch):
+    def __init__(self, disk: SimDisk) -> None:
+        self._to, self._added = disk, dict[str, bytearray]()
+
+    def add(self, digest: str, data: memoryview) -> None:
+        if self._to.room() < len(data) + sum(map(len, self._added.values())):
+            raise DiskFull("the disk is full")
+        self._added[digest] = bytearray(data)
+
+    def commit(self) -> list[str]:
+        for digest, data in self._added.items():
+            self._to.files[digest] = data
+            self._to.account(digest, len(data))
+        return [*self._added]
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+class SimNode:
+    """A checkpoint node."""
+
+    def __init__(self, world: CatalogWorld, name: str, *, disk: bool) -> None:
         self.world, self.name, self.starts = world, name, 0
+        self.files: dict[str, bytearray] | None = {} if disk else None
+        """What is on its disk; None: it has none."""
         self.etcd = SimClient(world.model, lambda: world.now)
         self.lease = 0
         self.kill()
@@ -82,10 +138,13 @@ class SimNode:
             self.world.model.revoke(self.lease)
         self.lease = 0
         self.table = ChunkTable(memoryview(bytearray(ARENA_BYTES)), orphan_grace_s=GRACE_S,
+                                disk=SimDisk(self.files) if self.files is not None else None,
                                 clock=lambda: self.world.now)
+        self._saver = self.table.saver() if self.files is not None else None
         index = VersionIndex(None, grace_s=1e9, clock=lambda: self.world.now)
         self.server = NodeServer(self.table, SimFetcher(self), cast(OpenVersions, None), index, {},
-                                 cast(socket.socket, None), SETTINGS, Security())
+                                 cast(socket.socket, None), SETTINGS, Security(), lambda: self.world.now)
+        self.server._manifest_backoff = RetryBackoff(0.5, GRACE_S, random.Random(self.name))
 
     def start(self) -> None:
         self.starts += 1
@@ -94,18 +153,35 @@ class SimNode:
             id=self.name, host="h", port=1, pid=1, arena_path=f"{self.name}-{self.starts}",
             arena_bytes=ARENA_BYTES).encode(), lease=self.lease)
 
+    def save(self) -> None:
+        """What its thread for the disk does at once: it may be killed with some chunks of a version saved."""
+        if self._saver is not None and self.lease:
+            self._saver.step(0.0, max_chunks=self.world.rng.choice([1, 2, 64]))
+
     def rot(self, rng: random.Random) -> None:
-        """A byte of its memory changes."""
-        at = rng.randrange(max(1, self.table.usage()["used_bytes"]))
-        self.table.view[at] ^= 1 << rng.randrange(8)
+        """A byte of its memory changes; or one of a file does, or a file loses its end or is gone."""
+        if not self.files or rng.random() < 0.4:
+            at = rng.randrange(max(1, self.table.usage()["used_bytes"]))
+            self.table.view[at] ^= 1 << rng.randrange(8)
+            return
+        digest = rng.choice(sorted(self.files))
+        match rng.randrange(3):
+            case 0:
+                self.files[digest][rng.randrange(len(self.files[digest]))] ^= 1
+            case 1:
+                del self.files[digest][len(self.files[digest]) // 2:]
+            case _:
+                del self.files[digest]
 
     def sound(self) -> dict[str, bool]:
         """The chunks of which it has the bytes, each with whether somebody writes it now."""
         found = dict[str, bool]()
         for digest, chunk in [*self.table._chunks.items()]:
-            with self.table.reading(digest) as data:
-                if matches(data, digest):
-                    found[digest] = bool(chunk.holders) or chunk.keep_until > self.world.now
+            copies = [self.table.view[chunk.copy.offset:chunk.copy.offset + chunk.nbytes]] if chunk.copy else []
+            if chunk.on_disk and self.files is not None and digest in self.files:
+                copies.append(memoryview(self.files[digest]))
+            if any(matches(copy, digest) for copy in copies):
+                found[digest] = bool(chunk.holders) or chunk.keep_until > self.world.now
         return found
 
 
@@ -134,17 +210,20 @@ class SimExecutor:
     def _bring(self, digest: str, prefer: Sequence[str]) -> None:
         table, refused = self._sim.table, False
         for other in sorted((n for n in self._world.nodes if n is not self._sim), key=lambda n: n.name not in prefer):
-            with suppress(ChunkMissing):
-                with other.table.reading(digest) as data:
-                    found = self._world.sent(data)
-                region = table.alloc(OWNER, len(found))
-                table.view[region:region + len(found)] = found
-                try:
-                    table.seal(OWNER, region, len(found), expect=digest, hold=False)
-                    return
-                except ChunkCorrupt:
-                    self._world.counts["refused bytes"] += 1
-                    refused = True
+            for verify in (False, True):  # as ``FetchExecutor._receive``
+                with suppress(ChunkMissing):
+                    if verify and not other.table.verify(digest, force=True):
+                        break
+                    with other.table.reading(digest) as data:
+                        found = self._world.sent(data)
+                    region = table.alloc(OWNER, len(found))
+                    table.view[region:region + len(found)] = found
+                    try:
+                        table.seal(OWNER, region, len(found), expect=digest, hold=False)
+                        return
+                    except ChunkCorrupt:
+                        self._world.counts["refused bytes"] += 1
+                        refused = True
         raise (ChunkCorrupt if refused else ChunkMissing)(f"no other node has a sound copy of chunk {digest}")
 
 
@@ -295,7 +374,7 @@ def chunks_of(content: int) -> set[str]:
 class CatalogWorld:
     """A trainer group that publishes, readers, the leader's garbage collector, and nodes."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, disks: bool = False) -> None:
         self.rng, self.now, self.counts = random.Random(seed), 0.0, Counter[str]()
         self.log = Log("versions", seed, clock=lambda: self.now)
         self.model = ObservedModel(self.log, self._written)
@@ -303,8 +382,10 @@ class CatalogWorld:
         self.interference = Interference(lambda: self.rng.random() < 0.2, self._anything)
         self.driver = SimClient(self.model, lambda: self.now)
         self.nodes = list[SimNode]()
-        self.nodes += [SimNode(self, f"n{i}") for i in range(NODES)]
+        self.nodes += [SimNode(self, f"n{i}", disk=disks) for i in range(NODES)]
         self.publishers, self._next_content = list[SimPublisher](), 1
+        self._changes = 0
+        """How often a node has ended or begun."""
         self._lost = set[str]()
         """Chunks whose last copy this world has taken."""
         self._highest = 0
@@ -336,6 +417,29 @@ class CatalogWorld:
         if reader is None or reader.version.number != version.number:
             raise Violation("I3", f"version {version.number} was published, and is not the head")
         self._read(reader)
+        self._require_nothing_else_is_kept()
+
+    def _require_nothing_else_is_kept(self) -> None:
+        """What no version needs is dropped in the end: by each node what came since everything works, whatever was lost
+        before; and all of it, unless a version has its manifest nowhere any more."""
+        for content in (contents := [self._new_content() for _ in range(2 * KEPT)]):
+            self.publishers[-1].publish(content)
+            self._pass_time(GRACE_S)
+            self._sweep()
+        self._pass_time(4 * GRACE_S)
+        for _ in range(3):
+            self._sweep()
+            self._pass_time(GRACE_S)
+        live = [v for v in reads.list_versions(self.driver, KEYS, STREAM) if v.state is VersionState.COMMITTED]
+        needed = {digest for v in live for digest in (v.manifest, *chunks_of(int(v.meta["content"])))}
+        since = {digest for content in contents for digest in chunks_of(content)} - needed
+        found = {digest for node in self.nodes for digest in node.sound()}
+        lost = [v.number for v in live if v.manifest not in found]
+        self.counts["manifest lost for good"] += bool(lost)
+        for node in self.nodes:
+            here = node.table._chunks.keys()
+            if more := here & since if lost else here - needed:
+                raise Violation("I3", f"node {node.name} keeps {len(more)} chunks that no version needs")
 
     # -- what happens --------------------------------------------------------------------------------------------------
     def _anything(self) -> None:
@@ -364,6 +468,7 @@ class CatalogWorld:
     def _sweep(self) -> None:
         if not self._sweeps:
             self._sweeps = True
+            self.counts["sweeps"] += 1
             for line in self.collector.sweep([]):
                 self.counts[line.partition(" ")[0]] += 1
             self._sweeps = False
@@ -375,7 +480,10 @@ class CatalogWorld:
             for node in self.nodes:
                 if not node.lease:
                     node.start()
+                    self._changes += 1
                 node.etcd.keep_alive()
+                if self.rng.random() < 0.5:
+                    node.save()
             for client in (*(p.etcd for p in self.publishers), *(reader.etcd for reader in self._pinning)):
                 if self.rng.random() < 0.6:  # others are stopped for a while, and their leases end
                     client.keep_alive()
@@ -425,6 +533,7 @@ class CatalogWorld:
         if any(p.etcd.read_last == KEYS.dcs_nodes_prefix() for p in self.publishers):
             return
         self._take(node, node.kill)
+        self._changes += 1
         self.counts["node killed"] += 1
 
     def _take(self, node: SimNode, how: Callable[[], None]) -> None:
@@ -472,12 +581,16 @@ class CatalogWorld:
             reader.close()
 
     def _read_pinned(self, reader: ChunkReader, version: Version, is_pinned: Callable[[], bool]) -> None:
+        changes, sweeps = self._changes, self.counts["sweeps"]
+        is_whole = all(node.lease for node in self.nodes)
         try:
             manifest = reader.manifest(version)
             found = {entry.name: reader.tensor(entry) for entry in manifest.tensors}
         except ChunkMissing as e:
             of_version = {version.manifest, *chunks_of(int(version.meta["content"]))}
-            if is_pinned() and self._lost.isdisjoint(of_version):
+            is_away = self._changes > changes or not is_whole  # a node may have the copy, and was not there
+            if is_pinned() and not is_away and self._lost.isdisjoint(of_version) and (
+                    self.counts["sweeps"] < sweeps + MOST_SWEEPS):
                 raise Violation("I3", f"a reader that pins version {version.number} does not get it: "
                                       f"{e.message}") from e
             raise
@@ -512,11 +625,15 @@ class CatalogWorld:
                                           f"{version.meta[what]} in {what} {number}")
 
 
-def run(seed: int) -> CatalogWorld:
-    """The world after the run of a seed. Raises Violation."""
-    world = CatalogWorld(seed)
+def run(seed: int, *, disks: bool = False) -> CatalogWorld:
+    """The world after the run of a seed. ``disks``: whether nodes have one. Raises Violation."""
+    world = CatalogWorld(seed, disks=disks)
     world.run()
     return world
+
+
+def run_with_disks(seed: int) -> CatalogWorld:
+    return run(seed, disks=True)
 
 
 def log(seed: int) -> list[Event]:

@@ -95,6 +95,16 @@ def checksum_unchecked(patch: Patch) -> None:
     patch.setattr(chunk_reader, "matches", lambda data, digest: True)
 
 
+def absent_manifest_stops_the_drops(patch: Patch) -> None:
+    from elastic_rl.dcs.storage.chunk_table import ChunkTable
+    drop = ChunkTable.drop
+
+    def nothing_while_one_is_absent(self: ChunkTable, live: set[str], mark: int) -> tuple[int, int]:
+        return drop(self, live, mark) if all(map(self.has, live)) else (0, 0)
+
+    patch.setattr(ChunkTable, "drop", nothing_while_one_is_absent)
+
+
 def no_epoch_guard(patch: Patch) -> None:
     patch.setattr(fencing, "epoch_guard", lambda keys, number: Compare.version(keys.epoch(), ">", -1))
 

@@ -92,6 +92,9 @@ WORLDS: Mapping[str, SimWorld] = {
                          function_of("catalog", "run"), frozenset({
                              "published", "fenced", "read", "new epoch", "new formation", "node killed",
                              "bytes changed on a node", "bytes changed on the way"})),
+    "versions-disks": SimWorld("the same, with nodes whose disks outlive them, and rot", function_of(
+        "catalog", "run_with_disks"), frozenset({"published", "read", "node killed", "bytes changed on a node",
+                                                 "manifest lost for good"})),
     "engines": SimWorld("drivers and engines: take-overs, global restarts, drains, what is left of an epoch",
                         function_of("engines", "run"), frozenset({
                             "requests", "kill", "stop", "move", "restart", "ray", "engine", "head", "scale",

@@ -217,13 +217,16 @@ class NodeConnection:
         """Stores bytes sent over the connection as a held chunk; its digest, of the given kind. Raises ArenaFull."""
         return str(self.call({"op": "put", "digest": digest}, data)[0]["digest"])
 
-    def get(self, digest: str, into: protocol.Receiver | None = None, *, base: str = "") -> memoryview:
-        """A chunk's bytes, not verified. Raises ChunkMissing.
+    def get(self, digest: str, into: protocol.Receiver | None = None, *, base: str = "", verify: bool = False
+            ) -> memoryview:
+        """A chunk's bytes, not verified here. ``verify``: the node compares them with the digest before it sends them,
+        for a caller that got other bytes. Raises ChunkMissing.
 
         With ``base``, a chunk that the caller has, the node may send the difference to it: the header given to ``into``
         then has ``delta``, the bytes of the whole chunk.
         """
-        return self.call({"op": "get", "digest": digest, **({"base": base} if base else {})}, into=into)[1]
+        return self.call({"op": "get", "digest": digest, **({"base": base} if base else {}),
+                          **({"verify": True} if verify else {})}, into=into)[1]
 
     def has(self, digests: Sequence[str]) -> list[str]:
         """Which of the chunks the node lacks."""

@@ -402,11 +402,15 @@ class FetchExecutor:
             try:
                 nbytes, is_delta = self._receive_from(connection, transfer, base)
             except (ChunkCorrupt, ChunkMissing) as e:
-                if not base or transfer.cancelled:
+                if transfer.cancelled or not (base or isinstance(e, ChunkCorrupt)):
                     raise
-                log.warning("chunk %s cannot be decoded from base %s and the delta of node %s, requesting all of it: "
-                            "%s", request.digest, base, action.peer, e.message)
-                nbytes, is_delta = self._receive_from(connection, transfer, "")
+                # The copy in the node's memory may have rotted, and that on its disk not: else it sends it for ever.
+                log.warning("chunk %s of node %s%s is not what it should be, requesting all of it, verified there: %s",
+                            request.digest, action.peer, f" as a delta to {base}" if base else "", e.message)
+                try:
+                    nbytes, is_delta = self._receive_from(connection, transfer, "", verify=True)
+                except ChunkMissing as missing:  # its only copy was that one, and it has dropped it
+                    raise missing if base else e from missing
         finally:
             self._pool.give(connection)
         outcome = Outcome.DELTA if is_delta else Outcome.REFUSED if base else Outcome.DENSE
@@ -420,8 +424,10 @@ class FetchExecutor:
         with self._changed:
             return self._policy.use(request.stream)
 
-    def _receive_from(self, connection: NodeConnection, transfer: _Transfer, base: str) -> tuple[int, bool]:
-        """Receives and seals the chunk; its bytes, and whether it came as a delta."""
+    def _receive_from(self, connection: NodeConnection, transfer: _Transfer, base: str, *, verify: bool = False
+                      ) -> tuple[int, bool]:
+        """Receives and seals the chunk; its bytes, and whether it came as a delta. ``verify``: see
+        ``NodeConnection.get``."""
         digest, nbytes = transfer.job.request.digest, 0
 
         def place(header: dict[str, Any], payload: int) -> memoryview:
@@ -434,7 +440,7 @@ class FetchExecutor:
                 return memoryview(bytearray(payload))
             return self._table.view[transfer.region:transfer.region + nbytes]
 
-        data = connection.get(digest, place, base=base)
+        data = connection.get(digest, place, base=base, verify=verify)
         if not nbytes:
             raise ChunkCorrupt(f"chunk {digest} arrived empty")
         if is_delta := len(data) < nbytes:

@@ -11,7 +11,8 @@ and then come any of
         ``rest`` what follows them stays open
     put {digest} + bytes -> {digest}        the same for bytes that come over the wire; ``digest`` here: which kind
     has {digests} -> {missing, load}        ``load``: sends to others that are in progress or waiting here
-    get {digest, base?} -> {} + bytes, or {delta: bytes of the chunk} + what differs from chunk ``base``
+    get {digest, base?, verify?} -> {} + bytes, or {delta: bytes of the chunk} + what differs from chunk ``base``; with
+        ``verify`` not before its bytes were compared with its digest again
     fetch {digests, prefer, hold, sizes?, bases?, stream?} -> {progress: [bytes done, in all]} each second, then
         {chunks: [[digest, offset, bytes], ..]}    sound copies in this arena
     open {stream, number?, use, parts?} -> {progress, number, tensors?, map?} each second, or with ``parts`` more often
@@ -37,7 +38,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,7 +122,8 @@ class NodeServer:
     """Accepts connections, one thread each, and answers their requests."""
 
     def __init__(self, table: ChunkTable, fetcher: Fetcher, versions: OpenVersions, index: VersionIndex,
-                 hello: dict[str, Any], listener: socket.socket, settings: DcsConfig, security: Security) -> None:
+                 hello: dict[str, Any], listener: socket.socket, settings: DcsConfig, security: Security,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         """``hello``: what the node says of itself; ``job`` is in it."""
         self._table, self._fetcher, self._versions, self._index = table, fetcher, versions, index
         self._hello = hello
@@ -131,7 +133,7 @@ class NodeServer:
         self._limiter = SendLimiter(settings.max_sends, settings.max_sends_per_peer,
                                     max_waiting=limits.connections // 2)
         self._deltas = DeltaCache(_DELTA_CACHE_BYTES)
-        self._manifest_backoff = RetryBackoff(*_MANIFESTS_S)
+        self._clock, self._manifest_backoff = clock, RetryBackoff(*_MANIFESTS_S)
         self._lacks = ""
         """The error of the last manifest that a sweep needs and no node has; empty where it has all of them."""
         self._stop = threading.Event()
@@ -364,7 +366,7 @@ class NodeServer:
     def _fetch_manifests(self, missing: Sequence[str]) -> None:
         """Has what a sweep needs on this node. A manifest that no node has is asked for ever less often: each time all
         nodes are asked."""
-        if missing and not self._manifest_backoff.is_due(time.monotonic()):
+        if missing and not self._manifest_backoff.is_due(self._clock()):
             return
         self._lacks = ""
         for manifest in missing:
@@ -373,7 +375,7 @@ class NodeServer:
             except ElasticRLError as e:
                 self._lacks = e.message
         if self._lacks:
-            self._manifest_backoff.failed(time.monotonic())
+            self._manifest_backoff.failed(self._clock())
         else:
             self._manifest_backoff.reset()
 
@@ -385,6 +387,8 @@ class NodeServer:
             change = None
             if base and self._settings.delta:
                 change = self._deltas.get(digest, base, lambda: self._encode(digest, base))
+            if header.get("verify") and not self._table.verify(digest, force=True):
+                raise ChunkMissing(f"this node's copy of chunk {digest} is corrupt")
             with self._table.reading(digest) as data:
                 if change is None:
                     session.send({}, data)

@@ -388,6 +388,23 @@ def test_corrupt_delta_is_replaced_by_the_whole_chunk(fleet: Fleet) -> None:
     assert fleet.sent(SOURCE) - before > nbytes / 2
 
 
+def test_node_whose_memory_has_rotted_sends_what_its_disk_has(fleet: Fleet) -> None:
+    """It does not compare each chunk that it sends with its digest; who gets other bytes has it do so."""
+    [source] = fleet.start(SOURCE, disk_bytes=64 * MIB)
+    expected = weights(11)
+    fleet.publish(expected)
+    wait_until(lambda: not fleet.stat(SOURCE)["unsaved"], what="the chunks on disk")
+    first = bytes(expected["w0"].view(torch.uint8)[:4096].numpy())
+    with open(source.arena_path, "r+b") as arena:
+        at = arena.read().index(first)
+        arena.seek(at)
+        arena.write(bytes([first[0] ^ 0x20]))
+    fleet.start("a")
+    with fleet.puller("a").pull("policy") as pulled:
+        assert_same(pulled, expected)
+    assert "the copy on disk replaces it" in fleet.log(SOURCE) and "verified there" in fleet.log("a")
+
+
 def test_chunk_on_no_node_is_reported_missing_though_others_are_found(fleet: Fleet) -> None:
     fleet.start(SOURCE, "a", "b")
     fleet.publish(weights(10))
