@@ -83,12 +83,29 @@ class Thresholds:
                    {name: pool.engine.start_timeout_s for name, pool in cfg.pool_settings("").items()})
 
 
+class CommitClock:
+    """The time by the clocks of those who commit versions. That of a leader may be hours ahead of them, and each
+    version would count as there for as long before any engine had the time to fetch it."""
+
+    def __init__(self) -> None:
+        self._newest, self._seen_at = 0.0, 0.0
+        """When the newest version was committed, and when it was seen here, in seconds of the leader clock."""
+
+    def at_most(self, snapshot: ClusterSnapshot) -> float:
+        """Unix seconds that it is at most; inf while there is no version."""
+        newest = max((head.committed_at for head in snapshot.heads.values()), default=0.0)
+        if newest > self._newest:
+            self._newest, self._seen_at = newest, snapshot.leader_time
+        return self._newest + snapshot.leader_time - self._seen_at if self._newest else math.inf
+
+
 def conditions(snapshot: ClusterSnapshot, now: float, limits: Thresholds = Thresholds(),
-               firing: Set[str] = frozenset()) -> dict[str, Condition]:
-    """What is wrong now, by key. ``firing``: keys of the alerts that are open."""
+               firing: Set[str] = frozenset(), *, by_commits: float = math.inf) -> dict[str, Condition]:
+    """What is wrong now, by key. ``firing``: keys of the alerts that are open. ``by_commits``: what ``CommitClock``
+    says."""
     found = [*_returned(snapshot, now, firing), *_members(snapshot), *_compute(snapshot),
-             *_pools(snapshot, limits), *_lags(snapshot, now, limits), *_nodes(snapshot, limits, firing),
-             *_job(snapshot, limits), *_learning(snapshot, limits),
+             *_pools(snapshot, limits), *_lags(snapshot, min(now, by_commits), limits),
+             *_nodes(snapshot, limits, firing), *_job(snapshot, limits), *_learning(snapshot, limits),
              *_waiting(snapshot, now, limits), *_idle(snapshot, limits, firing), *_unreadable(snapshot),
              *etcd_conditions(snapshot.etcd_health, limits.etcd_slow_s, limits.full_fraction, limits.etcd_quota_bytes)]
     return {c.key: c for c in found}  # what is dead now goes before what has returned

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator.alerts import notifier, receiver_queue, receivers, rules, state_machine
-from elastic_rl.coordinator.alerts.conditions import Thresholds, conditions
+from elastic_rl.coordinator.alerts.conditions import CommitClock, Thresholds, conditions
 from elastic_rl.coordinator.alerts.notifier import Notification
 from elastic_rl.coordinator.alerts.receiver_queue import AttemptResult, ReceiverQueue, SendLimits
 from elastic_rl.coordinator.alerts.receivers import Receiver
@@ -79,7 +79,7 @@ class AlertController:
             RangeDecoder(Silence), RangeDecoder(ReceiverQueue), RangeDecoder(Alert))
         self._guarded, self._leads, self._clock = guarded, leads, clock
         self._limits = SendLimits(cfg.alerts.group_wait_s, cfg.alerts.max_notifications_per_minute)
-        self._thresholds = Thresholds.from_config(cfg)
+        self._thresholds, self._commit_clock = Thresholds.from_config(cfg), CommitClock()
 
     def update(self, snapshot: ClusterSnapshot, reports: Sequence[Condition], over: set[str],
                cursor: Sequence[tuple[Compare, Op]] = (), others: Sequence[Condition] = (),
@@ -92,9 +92,9 @@ class AlertController:
         known = [a for a, _ in stored.alerts.values()]
         snapshot = replace(snapshot, unreadable={**snapshot.unreadable, **stored.unreadable})
         kept = [Condition(a.kind, a.subject, a.message, a.severity) for a in known if a.open and a.kind in unknown]
-        found = rules.merge_by_fault(
-            [*others, *kept, *conditions(snapshot, now, self._thresholds, {a.key for a in known if a.open}).values(),
-             *rules.with_causes(reports, snapshot)], known)
+        wrong = conditions(snapshot, now, self._thresholds, {a.key for a in known if a.open},
+                           by_commits=self._commit_clock.at_most(snapshot))
+        found = rules.merge_by_fault([*others, *kept, *wrong.values(), *rules.with_causes(reports, snapshot)], known)
         holding: dict[str, Condition] = {}
         for condition in found:
             if not condition.revision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from elastic_rl import config
 from elastic_rl.coordinator.alerts import rules, state_machine
 from elastic_rl.coordinator.alerts.conditions import (
+    CommitClock,
     Thresholds,
     behind_s,
     conditions,
@@ -357,6 +359,26 @@ def test_engine_lags_by_versions_or_by_time_since_the_next_version() -> None:
     assert lagging(18, 2021.0) == ["engine.lagging/e1"]
     assert lagging(12, 1301.0) == ["engine.lagging/e1"]
     assert not lagging(0, 9999.0, EngineState.SYNCING) and not lagging(12, 9999.0, EngineState.DEAD)
+
+
+def test_engine_does_not_lag_by_the_clock_of_a_leader_that_is_ahead() -> None:
+    """Each version would count as there for an hour before any engine could fetch it."""
+    clock = CommitClock()
+    assert clock.at_most(empty_snapshot()) == math.inf
+
+    def lagging(version: int, head: int, leader_s: float, wall_s: float) -> bool:
+        heads = {"policy": Version(stream="policy", number=head, epoch=1, state=VersionState.COMMITTED,
+                                   committed_at=COMMITTED[head])}
+        committed = {"policy": {n: at for n, at in COMMITTED.items() if n <= head}}
+        now = replace(snapshot(engines=[engine("e1", EngineState.READY).replace(version=version)],
+                               committed=committed), heads=heads, leader_time=leader_s)
+        return "engine.lagging/e1" in conditions(now, wall_s, by_commits=clock.at_most(now))
+
+    assert not lagging(18, 19, 50.0, 1900.0 + 3600.0), "it was committed a moment ago"
+    assert not lagging(18, 19, 50.0 + 119.0, 1900.0 + 3719.0)
+    assert lagging(18, 19, 50.0 + 121.0, 1900.0 + 3721.0), "and two minutes later it lags"
+    assert not lagging(19, 20, 180.0, 9999.0) and lagging(18, 20, 201.5, 2021.5)
+    assert not lagging(19, 20, 301.0, 1950.0), "nor by one that is behind"
 
 
 def test_durable_stream_is_behind_by_time() -> None:
