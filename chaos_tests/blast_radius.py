@@ -10,7 +10,7 @@ from chaos_tests.faults.catalogue import FAULTS, Need, Part
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.faults.context import Fault, FaultContext, WrappedFault
-from elastic_rl.faults.processes import PARTS
+from elastic_rl.faults.processes import PROCESS_KINDS
 
 NAMED_ONLY = frozenset({Part.ETCD, Part.HOSTS})
 """Parts that are struck only where the operator names them: other jobs depend on them too."""
@@ -80,8 +80,8 @@ def replicas_of(context: FaultContext) -> dict[Part, int]:
     roles = [len(context.members(role)) for role in ("actor", "rollout", "advantages")]
     return {Part.ENGINES: len(context.ready()), Part.TRAINER: len(context.trainer_ranks()), Part.ROLES: min(roles),
             Part.DRIVER: len(context.members("driver")), Part.ROUTER: int(bool(context.router_pid())),
-            Part.RUN: len(PARTS["run"].pids(context)),
-            Part.RAY: min(len(PARTS[name].pids(context)) for name in ("gcs", "raylet")),
+            Part.RUN: len(PROCESS_KINDS["run"].pids(context)),
+            Part.RAY: min(len(PROCESS_KINDS[name].pids(context)) for name in ("gcs", "raylet")),
             Part.API: count(ClusterKeys(context.cfg.cluster_name).leader_prefix()),
             Part.COORDINATORS: count(ClusterKeys(context.cfg.cluster_name).leader_prefix()),
             Part.DCS: count(context.keys.dcs_nodes_prefix()), Part.ETCD: len(context.etcd.endpoints),

@@ -27,7 +27,7 @@ from elastic_rl.faults.hosts import (
     coordinator_killed,
     etcd_killed,
 )
-from elastic_rl.faults.injector import Elapsed, FaultPlan, Turn
+from elastic_rl.faults.injector import Elapsed, FaultPlan, Trigger
 from elastic_rl.faults.kinds import CoordinatorKilled, EngineKilled, RoleKilled, TrainerRankKilled, TrainerRankStopped
 from elastic_rl.faults.outages import (
     ActorKilled,
@@ -39,7 +39,7 @@ from elastic_rl.faults.outages import (
     ServiceKilled,
     TrainerStopped,
 )
-from elastic_rl.faults.processes import PARTS, BusyCores, Struck, Way
+from elastic_rl.faults.processes import PROCESS_KINDS, BusyCores, Struck, Way
 from elastic_rl.faults.stale import RacingRequests, StaleLeader, ZombieDriver
 from elastic_rl.faults.storage import ChunksDamaged, DiskRefusesWrites
 from elastic_rl.host.test_hosts.impaired_link import Impairment
@@ -161,7 +161,7 @@ def _struck(part: str, way: Way, strikes: Part, what: str, *, weight: float = 0.
             repaired_unseen: bool = False) -> Entry:
     seconds = 0.0 if way.ends else _BEYOND_LEASE_S
     traced = {Need.PTRACE} if way in _TRACED else set()
-    loses = PARTS[part].component if way.ends and strikes in _OF_MEMBERS else ""
+    loses = PROCESS_KINDS[part].component if way.ends and strikes in _OF_MEMBERS else ""
     return Entry(lambda c: Struck(c, part, way, state=state, seconds=seconds), strikes, what, weight, takes_all,
                  needs=frozenset({*needs, *traced}), also=frozenset(also), repaired_unseen=repaired_unseen,
                  takes_replica=way not in _CLOCKS, loses=loses)
@@ -380,10 +380,10 @@ WEIGHTS: Mapping[str, float] = {name: entry.weight for name, entry in _PARTS_LOS
 def plan_of(schedule: Schedule, guard: Callable[[str, Fault], Fault] = lambda name, fault: fault) -> FaultPlan:
     """The plan of the injector that plays a schedule. ``guard``: makes of a fault, by its name, the one that is
     injected."""
-    def turn(step: int, second: float) -> Turn:
+    def trigger(step: int, second: float) -> Trigger:
         return Elapsed(second) if schedule.by_time else step
 
-    def plan(context: FaultContext, _steps: int) -> list[tuple[Turn, Sequence[Fault]]]:
-        return [(turn(strike.step, strike.second),
+    def plan(context: FaultContext, _steps: int) -> list[tuple[Trigger, Sequence[Fault]]]:
+        return [(trigger(strike.step, strike.second),
                  [guard(name, FAULTS[name].make(context)) for name in strike.faults]) for strike in schedule.strikes]
     return plan

@@ -38,16 +38,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Elapsed:
-    """A turn by time: so many seconds after the injector has first seen a step of the run."""
+    """A trigger by time: so many seconds after the injector has first seen a step of the run."""
 
     seconds: float
 
 
-Turn = int | Elapsed
-"""When faults have their turn: once this step was done, or once so much time has passed."""
-FaultPlan = Callable[[FaultContext, int], Sequence[tuple[Turn, Sequence[Fault]]]]
-"""Returns (turn, faults), in order, for the context and the run's number of steps. Faults of one entry happen at once.
-"""
+Trigger = int | Elapsed
+"""When faults are injected: once this step was done, or once so much time has passed."""
+FaultPlan = Callable[[FaultContext, int], Sequence[tuple[Trigger, Sequence[Fault]]]]
+"""Returns (trigger, faults), in order, for the context and the run's number of steps. Faults of one entry happen at
+once."""
 
 
 class FaultRecords(Protocol):
@@ -68,10 +68,10 @@ def standard_faults(context: FaultContext, steps: int) -> list[tuple[int, Sequen
 
 
 class FaultInjector(threading.Thread):
-    """Plays the entries of a plan. Each waits for its turn, and for the recovery from faults before it. An etcd that is
-    away makes it wait, however long."""
+    """Plays the entries of a plan. Each waits for its trigger, and for the recovery from faults before it. An etcd that
+    is away makes it wait, however long."""
 
-    def __init__(self, context: FaultContext, records: FaultRecords, plan: Sequence[tuple[Turn, Sequence[Fault]]],
+    def __init__(self, context: FaultContext, records: FaultRecords, plan: Sequence[tuple[Trigger, Sequence[Fault]]],
                  *steps: Path, overlap: int = 1, heal_timeout_s: float = _HEAL_TIMEOUT_S) -> None:
         """``steps``: the files with the records of the run's steps, one a host. ``overlap``: entries that may be under
         way at once, before the run has recovered from them. ``heal_timeout_s``: a fault from which the run has not
@@ -113,8 +113,8 @@ class FaultInjector(threading.Thread):
     def _play_plan(self) -> None:
         under_way = list[threading.Thread]()
         try:
-            for turn, faults in self.plan:
-                if not self._await_turn(turn) or not self._await_room():
+            for trigger, faults in self.plan:
+                if not self._await_trigger(trigger) or not self._await_room():
                     return
                 entry = threading.Thread(target=self._play_entry, args=(faults,), name="faults", daemon=True)
                 under_way.append(entry)
@@ -123,14 +123,14 @@ class FaultInjector(threading.Thread):
             for entry in under_way:
                 entry.join()
 
-    def _await_turn(self, turn: Turn) -> bool:
+    def _await_trigger(self, trigger: Trigger) -> bool:
         """Returns whether it has come; False: the run has ended before."""
         while True:
             step = self._answered(self.context.step)
             if self._began_s is None and step:
                 self._began_s = time.monotonic()
-            if step >= turn if isinstance(turn, int) else (
-                    self._began_s is not None and time.monotonic() >= self._began_s + turn.seconds):
+            if step >= trigger if isinstance(trigger, int) else (
+                    self._began_s is not None and time.monotonic() >= self._began_s + trigger.seconds):
                 return True
             if self.stopping.wait(0.1) or self._answered(self.context.finished):
                 return False

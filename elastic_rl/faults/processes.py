@@ -62,8 +62,8 @@ class Way(StrEnum):
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a job or its cluster."""
+class ProcessKind:
+    """A kind of process of a job or its cluster."""
 
     name: str
     pids: Callable[[FaultContext], Sequence[int]]
@@ -147,27 +147,27 @@ def _of_ray(service: str, program: str) -> Callable[[FaultContext], list[int]]:
     return pids
 
 
-PARTS: Mapping[str, Part] = {part.name: part for part in (
-    Part("engine", _engines, "engine"),
-    Part("scheduler", _schedulers, "engine"),
-    Part("engine_runner", _members("engine"), "engine"),
-    Part("trainer_rank", _ranks, ACTOR.name),
-    Part("trainer_agent", _trainer_agents, ACTOR.name),
-    Part("actor", _members("actor"), "actor"),
-    Part("rollout", _members("rollout"), "rollout"),
-    Part("advantages", _members("advantages"), "advantages"),
-    Part("driver", _members("driver"), "driver"),
-    Part("run", _run, "run"),
-    Part("coordinator", _coordinators, "leader", rejoins=True),
-    Part("coordinator_follower", _followers, "coordinator", rejoins=True),
-    Part("dcs", _service(lambda context: node_service(context.cfg.job)), "dcs"),
-    Part("router", _router, "router"),
-    Part("gcs", _of_ray(RAY_HEAD, "gcs_server"), "compute"),
-    Part("raylet", _of_ray(RAY_WORKER, "raylet"), "compute"),
-    Part("host_agent", _host_agent, "host", rejoins=True),
-    Part("etcd", _service(lambda _context: "etcd-0"), "etcd"),
+PROCESS_KINDS: Mapping[str, ProcessKind] = {kind.name: kind for kind in (
+    ProcessKind("engine", _engines, "engine"),
+    ProcessKind("scheduler", _schedulers, "engine"),
+    ProcessKind("engine_runner", _members("engine"), "engine"),
+    ProcessKind("trainer_rank", _ranks, ACTOR.name),
+    ProcessKind("trainer_agent", _trainer_agents, ACTOR.name),
+    ProcessKind("actor", _members("actor"), "actor"),
+    ProcessKind("rollout", _members("rollout"), "rollout"),
+    ProcessKind("advantages", _members("advantages"), "advantages"),
+    ProcessKind("driver", _members("driver"), "driver"),
+    ProcessKind("run", _run, "run"),
+    ProcessKind("coordinator", _coordinators, "leader", rejoins=True),
+    ProcessKind("coordinator_follower", _followers, "coordinator", rejoins=True),
+    ProcessKind("dcs", _service(lambda context: node_service(context.cfg.job)), "dcs"),
+    ProcessKind("router", _router, "router"),
+    ProcessKind("gcs", _of_ray(RAY_HEAD, "gcs_server"), "compute"),
+    ProcessKind("raylet", _of_ray(RAY_WORKER, "raylet"), "compute"),
+    ProcessKind("host_agent", _host_agent, "host", rejoins=True),
+    ProcessKind("etcd", _service(lambda _context: "etcd-0"), "etcd"),
 )}
-"""The parts whose processes can be struck, by name."""
+"""The processes that can be struck, by the name of their kind."""
 
 
 class Struck(Killed):
@@ -177,15 +177,15 @@ class Struck(Killed):
     With a ``state``, a process is struck only in it: it is stopped while it seems to be in that state, and let go again
     where it is not any more once it does nothing. What was seen of it then is ``observed``."""
 
-    def __init__(self, context: FaultContext, part: str, way: Way, *, state: State | None = None, seconds: float = 0.0
+    def __init__(self, context: FaultContext, kind: str, way: Way, *, state: State | None = None, seconds: float = 0.0
                  ) -> None:
         """``seconds``: for how long it is stopped, its GIL held, or its clock wrong. Raises ValueError for what cannot
         be combined."""
         super().__init__(context)
         if way.ends != (seconds == 0.0) or (state is not None and way not in (Way.KILLED, Way.PAUSED)):
-            raise ValueError(f"{part} cannot be {way} for {seconds:g} s in the state {state.name if state else 'any'}")
-        self.part, self.way, self.struck_in, self.seconds = PARTS[part], way, state, seconds
-        self.name = "_".join(filter(None, (part, way.value, state.name if state else "")))
+            raise ValueError(f"{kind} cannot be {way} for {seconds:g} s in the state {state.name if state else 'any'}")
+        self.kind, self.way, self.struck_in, self.seconds = PROCESS_KINDS[kind], way, state, seconds
+        self.name = "_".join(filter(None, (kind, way.value, state.name if state else "")))
         self.observed, self.may_go_unnoticed = "", not way.ends  # one that goes on may have been missed by nobody
         self._victim: psutil.Process | None = None
         self._before = 0
@@ -194,13 +194,13 @@ class Struck(Killed):
         """Raises ConfigError where the way is not possible on this machine, with nothing done."""
         if self.struck_in is not None:
             return self._inject_in_state(self.struck_in)
-        [pid, *others] = wait_until(lambda: self.part.pids(self.context), timeout_s=INJECT_TIMEOUT_S,
-                                    what=f"a process of {self.part.name}")
+        [pid, *others] = wait_until(lambda: self.kind.pids(self.context), timeout_s=INJECT_TIMEOUT_S,
+                                    what=f"a process of {self.kind.name}")
         return self._target(pid, len(others) + 1), self._strike(psutil.Process(pid))
 
     def _target(self, pid: int, number: int) -> str:
         self._victim, self._before, self.at = psutil.Process(pid), number, time.time()
-        return f"{self.part.name} (pid {pid})"
+        return f"{self.kind.name} (pid {pid})"
 
     def _strike(self, victim: psutil.Process) -> str:
         pid = victim.pid
@@ -245,7 +245,7 @@ class Struck(Killed):
 
     def _inject_in_state(self, state: State) -> tuple[str, str]:
         noted = dict[int, dict[str, Any]]()
-        working = len(self.part.pids(self.context))
+        working = len(self.kind.pids(self.context))
         try:
             pid, provoked_by = provoked(state, self.context, lambda: self._stopped_in(state, noted))
             target = self._target(pid, working)
@@ -273,7 +273,7 @@ class Struck(Killed):
             return 0
 
     def _stopped_if_seen(self, state: State, noted: dict[int, dict[str, Any]]) -> int:
-        found = (state.pids or self.part.pids)(self.context)
+        found = (state.pids or self.kind.pids)(self.context)
         pid = next((pid for pid in found if _alive(pid) and state.seen(self.context, pid)), 0)
         if not pid:
             return 0
@@ -293,17 +293,17 @@ class Struck(Killed):
     def detected(self) -> bool:
         """There is an event of the part's fault, or another process in its place."""
         signs = (e for e in events.recent(self.context.etcd, self.context.keys, limit=200) if e.at >= self.at)
-        return any(e.kind.partition(".")[0] == self.part.component and (kind := event_kinds.find(e.kind)) is not None
+        return any(e.kind.partition(".")[0] == self.kind.component and (kind := event_kinds.find(e.kind)) is not None
                    and bool(kind.begins or kind.counted or kind.alert) for e in signs) or (
                        self.way.ends and self.is_back())
 
     def is_back(self) -> bool:
         """As many processes as before work. One that was stopped is among them, or has ended."""
         assert self._victim is not None
-        pids, victim = self.part.pids(self.context), self._victim.pid if runs(self._victim) else 0
+        pids, victim = self.kind.pids(self.context), self._victim.pid if runs(self._victim) else 0
         if self.way.ends:
             return victim == 0 and len(pids) >= self._before and self._victim.pid not in pids
-        return len(pids) >= self._before and (not victim or victim in pids or self.part.rejoins)
+        return len(pids) >= self._before and (not victim or victim in pids or self.kind.rejoins)
 
 
 class BusyCores(Killed):

@@ -95,7 +95,7 @@ def test_fault_whose_needs_are_not_met_is_refused() -> None:
 
 def test_every_part_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     pids = {"run": [7], "gcs": [8], "raylet": [9, 10]}
-    monkeypatch.setattr(blast_radius, "PARTS", {
+    monkeypatch.setattr(blast_radius, "PROCESS_KINDS", {
         name: SimpleNamespace(pids=lambda context, found=found: found) for name, found in pids.items()})
     nothing: Any = SimpleNamespace(
         etcd=SimpleNamespace(count=lambda prefix: 2, endpoints=["e"]), cfg=SimpleNamespace(cluster_name="c"),

@@ -10,7 +10,7 @@ import pytest
 from chaos_tests.faults.catalogue import FAULTS, WEIGHTS, Need, weights
 from elastic_rl import config
 from elastic_rl.faults.context import FaultContext
-from elastic_rl.faults.processes import PARTS, Struck, Way
+from elastic_rl.faults.processes import PROCESS_KINDS, Struck, Way
 from elastic_rl.faults.states import PUBLISHING
 
 
@@ -38,7 +38,8 @@ def test_faults_are_left_out_whose_needs_are_not_met() -> None:
 
 
 def test_combinations_that_make_no_sense_are_refused(context: FaultContext) -> None:
-    assert {*PARTS} >= {"engine", "scheduler", "trainer_rank", "driver", "coordinator", "dcs", "etcd", "host_agent"}
+    assert {*PROCESS_KINDS} >= {
+        "engine", "scheduler", "trainer_rank", "driver", "coordinator", "dcs", "etcd", "host_agent"}
     for way, state, seconds in ((Way.KILLED, None, 3.0), (Way.PAUSED, None, 0.0), (Way.EXITED, PUBLISHING, 0.0)):
         with pytest.raises(ValueError, match="trainer_rank cannot be"):
             Struck(context, "trainer_rank", way, state=state, seconds=seconds)

@@ -24,7 +24,7 @@ from elastic_rl.faults import outages, stale, storage
 from elastic_rl.faults.context import FaultContext, InjectionEnded, VictimTaken
 from elastic_rl.faults.hosts import EtcdQuorumStopped
 from elastic_rl.faults.outages import SecondActor
-from elastic_rl.faults.processes import PARTS, Struck, Way
+from elastic_rl.faults.processes import PROCESS_KINDS, Struck, Way
 from elastic_rl.faults.stale import RacingRequests
 from elastic_rl.faults.states import State, provoked
 from elastic_rl.faults.storage import ChunksDamaged, DiskRefusesWrites
@@ -257,7 +257,7 @@ def test_coordinator_is_back_when_there_are_as_many_as_before(context: Context, 
                         lambda path: SimpleNamespace(running=lambda: replicas))
     monkeypatch.setattr(Context, "leader", lambda self: SimpleNamespace(pid=leading[0]))
     leading = [pids[0]]
-    assert PARTS["coordinator"].pids(context) == pids, "the one that leads first"
+    assert PROCESS_KINDS["coordinator"].pids(context) == pids, "the one that leads first"
     fault = Struck(context, "coordinator", Way.KILLED)
     fault.inject()
     leading[0] = pids[1]
@@ -322,7 +322,7 @@ def test_process_is_the_victim_of_one_fault(context: Context, start: Start) -> N
 def test_process_that_is_sent_sigterm_is_not_the_victim_of_a_kill(context: Context, start: Start,
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     node = start()
-    monkeypatch.setitem(PARTS, "dcs", replace(PARTS["dcs"], pids=lambda of: [node.pid]))
+    monkeypatch.setitem(PROCESS_KINDS, "dcs", replace(PROCESS_KINDS["dcs"], pids=lambda of: [node.pid]))
     assert "was sent SIGTERM" in Struck(context, "dcs", Way.TERMINATED).inject()[1]
     for way in (Way.KILLED, Way.TERMINATED):
         with pytest.raises((VictimTaken, psutil.NoSuchProcess)):
