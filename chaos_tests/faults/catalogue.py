@@ -299,7 +299,7 @@ _OTHERS: Mapping[str, Entry] = {
                                          "etcd is restarted and compacted past what the leader has watched", 0.5,
                                          also=frozenset({Part.COORDINATORS, Part.DRIVER})),
     "foreign_records": Entry(lambda c: ForeignRecords(c, _RECORDS_S), Part.ETCD,
-                             "etcd has records of a later release, and one that is none", 0.5,
+                             "etcd has records of a later and of an earlier release, and one that is none", 0.5,
                              takes_replica=False),
     # -- logical
     "stale_leader": Entry(StaleLeader, Part.COORDINATORS, "the leader is stopped until another leads, and comes back",

@@ -13,7 +13,7 @@ import psutil
 
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.records import Engine, EngineState
+from elastic_rl.etcd.records import Engine, EngineState, Event
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, InjectionEnded, stopped
 from elastic_rl.faults.kinds import Killed
 from elastic_rl.runtime.waiting import wait_until
@@ -132,9 +132,10 @@ class CompactedPastWatcher(Killed):
 
 
 class ForeignRecords(Killed):
-    """Records that this release cannot know, as those of a later one during an upgrade: an engine in an unknown state
-    with an unknown field, an operation of an unknown kind, and bytes that are no record at all. Nobody acts on them,
-    and everything else goes on. They are leased, and gone after a while."""
+    """Records that this release has not written, as there are some during an upgrade. Of a later one: an engine in an
+    unknown state with an unknown field, and an operation of an unknown kind. Of an earlier one: an event without the
+    fields that came later, of a kind that is no more. And bytes that are no record at all. Nobody acts on them, and
+    everything else goes on. They are leased, and gone after a while."""
 
     name, may_go_unnoticed = "foreign_records", True
 
@@ -146,7 +147,11 @@ class ForeignRecords(Killed):
         etcd, keys, step = self.context.etcd, self.context.keys, self.context.step()
         self.at = time.time()
         engine = Engine(id="rollout-foreign", pool="rollout", state=EngineState.DEAD, epoch=1).encode()
+        earlier = {name: value for name, value in json.loads(Event(
+            id=f"{int(self.at * 1000):015d}-earlier", at=self.at, kind="trainer.hibernated", subject="trainer",
+            message="by an earlier release").encode()).items() if Event.model_fields[name].is_required()}
         records = {
+            keys.event(earlier["id"]): json.dumps(earlier).encode(),
             keys.engine("rollout-foreign"): json.dumps(
                 {**json.loads(engine), "state": "hibernating", "dream": {"depth": 3}}).encode(),
             keys.operation("foreign"): json.dumps({"id": "foreign", "kind": "transmogrify", "state": "?"}).encode(),
@@ -154,7 +159,7 @@ class ForeignRecords(Killed):
             keys.alert("foreign"): b"[]"}
         lease, answered = etcd.grant(_LEASE_S), self.context.answered
         try:
-            with (self.context.striking("records of no known form were written"),
+            with (self.context.striking("records of other releases were written"),
                   contextlib.suppress(EtcdUnavailable)):  # it is written again below
                 etcd.put(keys.alert("foreign"), records[keys.alert("foreign")], lease=lease)
             for key, value in records.items():
@@ -163,8 +168,8 @@ class ForeignRecords(Killed):
             left = sum(answered(lambda key=key: etcd.get(key)) is not None for key in records)  # type: ignore[misc]
         finally:
             etcd.revoke(lease)
-        return "etcd", (f"{len(records)} records of no known form were there for {self.seconds:g} s, {left} of them to "
-                        f"the end; the run made {answered(self.context.step) - step} steps meanwhile")
+        return "etcd", (f"{len(records)} records of other releases were there for {self.seconds:g} s, {left} of them "
+                        f"to the end; the run made {answered(self.context.step) - step} steps meanwhile")
 
     def detected(self) -> bool:
         return False  # there is nothing to do about them
