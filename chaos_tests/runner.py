@@ -38,7 +38,7 @@ from chaos_tests.traffic.traffic import Traffic
 from chaos_tests.traffic.watchers import Watcher
 from chaos_tests.traffic.workloads import WORKLOADS
 from chaos_tests.validate.running import Presence
-from chaos_tests.validate.verdict import OWN_TARGETS, State
+from chaos_tests.validate.verdict import OWN_TARGETS, RUN, State
 from elastic_rl.config import Config, secrets
 from elastic_rl.coordinator.alerts.state_machine import Phase
 from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable
@@ -119,8 +119,10 @@ class Outcome:
 
     @property
     def broken(self) -> frozenset[str]:
-        """The rules that were violated, by their numbers."""
-        return frozenset(what.partition(":")[0] for what in self.wrong)
+        """The rules that were violated, by their numbers; ``RUN`` where the run is worth nothing, and broke no other.
+        """
+        found = frozenset(what.partition(":")[0] for what in self.wrong)
+        return found - {RUN} or found
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

@@ -126,16 +126,23 @@ def hosts_cluster(cfg: Config, *, say: Callable[[str], None], on_leftover: Calla
     finally:
         for what in (*_left(tag_of(cluster.paths.folder)), *left_behind(cfg), *([failed] if failed else [])):
             on_leftover(what)
-        _keep_logs(cluster.paths.folder, cfg.run_dir / LOGS)
+        for what in _keep_logs(cluster.paths.folder, cfg.run_dir / LOGS):
+            on_leftover(what)
         shutil.rmtree(cluster.paths.folder, ignore_errors=True)
 
 
-def _keep_logs(folder: Path, kept: Path) -> None:
-    """Moves the logs of a cluster and of its hosts out of its folder, which is about to be deleted."""
+def _keep_logs(folder: Path, kept: Path) -> list[str]:
+    """Moves the logs of a cluster and of its hosts out of its folder, which is about to be deleted. Returns what could
+    not be moved."""
+    failed = []
     for path in [path for path in folder.rglob("*.log*") if path.is_file() and not path.is_symlink()]:
         to = kept / path.relative_to(folder)
-        to.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(to)
+        try:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(to)
+        except OSError as e:
+            failed.append(f"the log {path}: {e.strerror}")
+    return failed
 
 
 def receiver_address(run_dir: Path) -> str:

@@ -10,7 +10,7 @@ from typing import cast
 from chaos_tests.nemesis.schedule import Schedule
 from elastic_rl.config import Config
 from elastic_rl.config.groups import ACTOR
-from elastic_rl.faults import ptrace, states
+from elastic_rl.faults import clock, ptrace, states
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.etcd import CompactedPastWatcher, EtcdPulsed, ForeignRecords
 from elastic_rl.faults.hosts import (
@@ -68,6 +68,9 @@ class Part(StrEnum):
     API = "api"
 
 
+_NETWORK = "network"
+
+
 class Need(StrEnum):
     """What a job, or who plays the faults, must have for a fault."""
 
@@ -75,6 +78,8 @@ class Need(StrEnum):
     """The injector runs outside of the process of the run, which the fault ends."""
     PTRACE = "ptrace"
     """Linux on x86-64, and the permission to debug."""
+    CLOCK = "clock"
+    """The kernel lets the clock of a process be set (``faults.clock``)."""
     DISK = "disk"
     """The DCS nodes store chunks on disk (``dcs.disk_bytes``)."""
     ONE_HOST = "one_host"
@@ -109,6 +114,10 @@ class Entry:
     """The role of the members of the job that it ends, in whose place others begin; "" where it ends none."""
     victims: frozenset[Victim] = frozenset()
     """The hosts that a fault of test hosts is of, by what they do."""
+    of_network: bool = False
+    """Whether it is of a host or of its network: the end of one may end a part of another one."""
+    alone: bool = False
+    """Whether no other fault may happen at once: many faults are detected by the times of events, which it changes."""
     recovers_without_step: bool = False
     """Whether the run may have recovered from it before the next step: nothing that runs needs the part."""
 
@@ -118,8 +127,11 @@ class Entry:
 
     @property
     def strikes(self) -> frozenset[str]:
-        """What another fault at the same time must leave alone: else one of them may find nothing to strike."""
-        return self.victims or self.parts
+        """What another fault at the same time must leave alone: else one of them may find nothing to strike, or be
+        seen to end too early."""
+        if self.alone:
+            return frozenset({*Part, *Victim, _NETWORK})
+        return self.victims | {_NETWORK} if self.of_network else self.victims or self.parts
 
     @property
     def seen_in(self) -> frozenset[Part]:
@@ -150,7 +162,6 @@ SEEN_BEYOND: Mapping[Part, frozenset[Part]] = {
 that runs on it, Ray the actors, and a run its driver."""
 
 
-_TRACED = frozenset({Way.EXITED, Way.GIL_HELD, Way.CLOCK_SET_BACK, Way.CLOCK_SET_AHEAD})
 _CLOCKS = frozenset({Way.CLOCK_SET_BACK, Way.CLOCK_SET_AHEAD})
 _OF_MEMBERS = frozenset({Part.ENGINES, Part.TRAINER, Part.ROLES, Part.DRIVER})
 """Parts whose processes are members of the job."""
@@ -160,11 +171,11 @@ def _struck(part: str, way: Way, strikes: Part, what: str, *, weight: float = 0.
             needs: Set[Need] = frozenset(), takes_all: bool = False, also: Set[Part] = frozenset(),
             repaired_unseen: bool = False) -> Entry:
     seconds = 0.0 if way.ends else _BEYOND_LEASE_S
-    traced = {Need.PTRACE} if way in _TRACED else set()
+    traced = {Need.CLOCK} if way in _CLOCKS else {Need.PTRACE} if way in (Way.EXITED, Way.GIL_HELD) else set()
     loses = PROCESS_KINDS[part].component if way.ends and strikes in _OF_MEMBERS else ""
     return Entry(lambda c: Struck(c, part, way, state=state, seconds=seconds), strikes, what, weight, takes_all,
                  needs=frozenset({*needs, *traced}), also=frozenset(also), repaired_unseen=repaired_unseen,
-                 takes_replica=way not in _CLOCKS, loses=loses)
+                 takes_replica=way not in _CLOCKS, alone=way in _CLOCKS, loses=loses)
 
 
 _PARTS_LOST: Mapping[str, Entry] = {
@@ -319,7 +330,7 @@ _ON_A_HOST = frozenset({Part.COORDINATORS, Part.ETCD, Part.DCS, Part.DRIVER, Par
 def _of_hosts(victim: Victim, make: Callable[[HostsContext, Victim], HostFault], what: str, weight: float = 1.0, *,
               part: Part = Part.HOSTS, also: Set[Part] = _ON_A_HOST, slows: bool = False) -> Entry:
     return Entry(lambda c: make(cast(HostsContext, c), victim), part, what, weight, needs=frozenset({Need.TEST_HOSTS}),
-                 also=frozenset(also - {part}), slows=slows, victims=frozenset({victim}))
+                 also=frozenset(also - {part}), slows=slows, victims=frozenset({victim}), of_network=part is Part.HOSTS)
 
 
 _OF_HOSTS: Mapping[str, Entry] = {
@@ -365,7 +376,8 @@ def met(cfg: Config, *, hosts: bool = False) -> frozenset[Need]:
     """The needs that are met where this process strikes a job with these settings on this machine. ``hosts``: whether
     its cluster is on test hosts."""
     return frozenset({Need.OUTSIDE, Need.TEST_HOSTS if hosts else Need.ONE_HOST,
-                      *({Need.PTRACE} if ptrace.allowed() else ()), *({Need.DISK} if cfg.dcs.disk_bytes else ())})
+                      *({Need.PTRACE} if ptrace.allowed() else ()),
+                      *({Need.CLOCK} if clock.possible() else ()), *({Need.DISK} if cfg.dcs.disk_bytes else ())})
 
 
 def weights(has: Set[Need]) -> Mapping[str, float]:

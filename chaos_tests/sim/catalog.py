@@ -153,6 +153,12 @@ class SimNode:
             id=self.name, host="h", port=1, pid=1, arena_path=f"{self.name}-{self.starts}",
             arena_bytes=ARENA_BYTES).encode(), lease=self.lease)
 
+    def get(self, digest: str, *, verify: bool) -> memoryview:
+        """A chunk, as it arrives at who asks for it."""
+        session = SimSession(next(self.world.connections), cast(socket.socket, None), "h", authenticated=True)
+        self.server._get(session, {"op": "get", "digest": digest, **({"verify": True} if verify else {})})
+        return self.world.sent(memoryview(session.sent))
+
     def save(self) -> None:
         """What its thread for the disk does at once: it may be killed with some chunks of a version saved."""
         if self._saver is not None and self.lease:
@@ -186,10 +192,13 @@ class SimNode:
 
 
 class SimSession(Session):
-    """A connection of a node, of which nobody hears how far an answer is."""
+    """A connection of a node without a socket."""
+
+    sent = b""
+    """The bytes of its last message."""
 
     def send(self, header: dict[str, Any], payload: memoryview | bytes = b"") -> None:
-        pass
+        self.sent = bytes(payload)
 
 
 class SimExecutor:
@@ -212,10 +221,7 @@ class SimExecutor:
         for other in sorted((n for n in self._world.nodes if n is not self._sim), key=lambda n: n.name not in prefer):
             for verify in (False, True):  # as ``FetchExecutor._receive``
                 with suppress(ChunkMissing):
-                    if verify and not other.table.verify(digest, force=True):
-                        break
-                    with other.table.reading(digest) as data:
-                        found = self._world.sent(data)
+                    found = other.get(digest, verify=verify)
                     region = table.alloc(OWNER, len(found))
                     table.view[region:region + len(found)] = found
                     try:
@@ -249,8 +255,7 @@ class SimConnection(NodeConnection):
             raise NodeUnavailable(f"node {self.node.id} was restarted")
         table, region = self._sim.table, -1
         if header["op"] == "get":
-            with table.reading(header["digest"]) as data:
-                return {}, self._sim.world.sent(data)
+            return {}, self._sim.get(header["digest"], verify=bool(header.get("verify")))
         if payload:
             region = table.alloc(self._session.conn, len(payload))
             table.view[region:region + len(payload)] = payload
@@ -420,26 +425,43 @@ class CatalogWorld:
         self._require_nothing_else_is_kept()
 
     def _require_nothing_else_is_kept(self) -> None:
-        """What no version needs is dropped in the end: by each node what came since everything works, whatever was lost
-        before; and all of it, unless a version has its manifest nowhere any more."""
+        """What no version needs is dropped in the end: all of it, unless a version has its manifest nowhere any more;
+        and by each node what came since everything works, whatever was lost before."""
+        self._settle()
+        if all(version.manifest in self._sound() for version in self._committed()):
+            self._require_dropped(lambda here: here - self._needed())
+        else:
+            self.counts["manifest lost for good"] += 1
         for content in (contents := [self._new_content() for _ in range(2 * KEPT)]):
             self.publishers[-1].publish(content)
             self._pass_time(GRACE_S)
             self._sweep()
+        self._settle()
+        since = {digest for content in contents for digest in chunks_of(content)} - self._needed()
+        self._require_dropped(lambda here: here & since)
+
+    def _settle(self) -> None:
         self._pass_time(4 * GRACE_S)
         for _ in range(3):
             self._sweep()
             self._pass_time(GRACE_S)
-        live = [v for v in reads.list_versions(self.driver, KEYS, STREAM) if v.state is VersionState.COMMITTED]
-        needed = {digest for v in live for digest in (v.manifest, *chunks_of(int(v.meta["content"])))}
-        since = {digest for content in contents for digest in chunks_of(content)} - needed
-        found = {digest for node in self.nodes for digest in node.sound()}
-        lost = [v.number for v in live if v.manifest not in found]
-        self.counts["manifest lost for good"] += bool(lost)
+
+    def _require_dropped(self, superfluous: Callable[[set[str]], set[str]]) -> None:
+        """``superfluous``: of the chunks that a node has, those that no version needs."""
         for node in self.nodes:
-            here = node.table._chunks.keys()
-            if more := here & since if lost else here - needed:
+            if more := superfluous({*node.table._chunks}):
                 raise Violation("I3", f"node {node.name} keeps {len(more)} chunks that no version needs")
+
+    def _committed(self) -> list[Version]:
+        return [version for version in reads.list_versions(self.driver, KEYS, STREAM)
+                if version.state is VersionState.COMMITTED]
+
+    def _needed(self) -> set[str]:
+        return {digest for version in self._committed()
+                for digest in (version.manifest, *chunks_of(int(version.meta["content"])))}
+
+    def _sound(self) -> set[str]:
+        return {digest for node in self.nodes for digest in node.sound()}
 
     # -- what happens --------------------------------------------------------------------------------------------------
     def _anything(self) -> None:
@@ -547,15 +569,14 @@ class CatalogWorld:
         copy. What it has got for a reader only, it may drop at any time."""
         sound = node.sound()
         kept = {digest for digest, is_written in sound.items() if is_written}
-        for version in reads.list_versions(self.driver, KEYS, STREAM):
-            if version.state is VersionState.COMMITTED and node.name in version.sources:
+        for version in self._committed():
+            if node.name in version.sources:
                 kept |= sound.keys() & {version.manifest, *chunks_of(int(version.meta["content"]))}
         return kept
 
     # -- rules ---------------------------------------------------------------------------------------------------------
     def _any_number(self) -> int | None:
-        committed = [v.number for v in reads.list_versions(self.driver, KEYS, STREAM)
-                     if v.state is VersionState.COMMITTED]
+        committed = [version.number for version in self._committed()]
         return self.rng.choice(committed) if committed else None
 
     def _pin(self, number: int | None) -> SimReader | None:

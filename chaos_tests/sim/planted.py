@@ -484,7 +484,7 @@ PLANTED: tuple[Planted, ...] = (
     Planted("pinned-versions-are-released", "versions", "I3", "a version is released that was pinned just now",
             of_versions.pinned_versions_are_released, 46, by=Check.LOG),
     Planted("pin-of-any-state", "versions", "I3", "a version is pinned that is released",
-            of_versions.pin_of_any_state, 42, by=Check.LOG),
+            of_versions.pin_of_any_state, 23, by=Check.LOG),
     Planted("no-epoch-guard", "versions", "I1", "a publisher of an epoch that is over publishes",
             of_versions.no_epoch_guard, by=Check.LOG),
     Planted("routable-before-verified", "engines", "I4", "an engine is ready with weights that nobody verified",

@@ -9,16 +9,21 @@ from dataclasses import replace
 from elastic_rl.data.samples import Sample, Segment
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.generation import PromptRequest
+from elastic_rl.errors import ConfigError
 
 _FIRST = 1
 """Tokens of the first turn."""
 
 
 async def generate(request: PromptRequest, engines: GenerateClient) -> Sequence[Sample]:
-    """Samples of two turns, between which stands the last token of the prompt, which the policy has not written."""
+    """Samples of two turns, between which stands the last token of the prompt, which the policy has not written. Raises
+    ConfigError for responses that are too short."""
     prompt, sampling = request.prompt.token_ids, request.sampling
     between = Segment(prompt[-1:], loss=False)
     rest = sampling.max_new_tokens - _FIRST - len(between.token_ids)
+    if rest < 1:
+        raise ConfigError(f"a response of {sampling.max_new_tokens} tokens has no room for two turns",
+                          hint="set a larger data.options.operand_below")
     first = await engines.generate(prompt, replace(sampling, max_new_tokens=_FIRST), request.samples)
 
     async def second(index: int, begun: Sample) -> Sample:

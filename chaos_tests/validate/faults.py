@@ -211,8 +211,8 @@ class Recoveries(FaultChecker):
 
 
 class SaidWhatItWaitsFor(FaultChecker):
-    """A job that makes no step for long during a fault says what it waits for, and goes on while faults that follow one
-    another explain it; and the crash-loop rule ends no run that its faults did not end."""
+    """A job that makes no step for long during a fault says what it waits for, and makes one within the time of two
+    recoveries; and the crash-loop rule ends no run that its faults did not end."""
 
     rule = "I11"
     reads = frozenset({Kind.FAULT, Kind.STEP, Kind.EVENT})
@@ -251,7 +251,8 @@ class SaidWhatItWaitsFor(FaultChecker):
                     begin <= at <= until for at in self._said):
                 self.violated(f"no step was done for {until - begin:.0f} s, and the job did not say what it waits for",
                               *during)
-            elif until - begin > _RECOVERIES * self._patience.recovery_s and self.run.get("target") in OWN_TARGETS:
+            elif during and until - begin > _RECOVERIES * self._patience.recovery_s and (
+                    self.run.get("target") in OWN_TARGETS):
                 self.violated(f"no step was done for {until - begin:.0f} s, and the whole job had its first one after "
                               f"{self._patience.start_s:.0f} s", *during)
 

@@ -24,9 +24,9 @@ _SETS, _CATALOG = below(_JOB.replica_sets_prefix("")).rstrip("/") + "/", below(_
 _OF_SETS = re.compile(re.escape(_SETS) + r"([^/]+)/(\d+)")
 _LEAST_S = 30.0
 """A shortage at the end of a run that is no longer than this is none, however fast its machine is."""
-_STARTS, _LEAST_RECOVERY_S = 3.0, 120.0
-"""Starts of the whole job that a recovery may take; and what it may take however fast these are: leases and holds of
-alerts do not depend on the machine."""
+_STARTS, _FOUND_S = 3.0, 140.0
+"""Starts of the whole job that a recovery may take, and the time until what was lost is found: a lease, and four times
+``coordinator.suspicion_s``, by which the leader stretches it where all cores are busy."""
 
 
 class Patience:
@@ -61,7 +61,7 @@ class Patience:
     @property
     def recovery_s(self) -> float:
         """The most that one recovery may take: others go on beside it, and what was lost is first to be found."""
-        return min(RECOVERY_S, max(_LEAST_RECOVERY_S, _STARTS * self.start_s)) if self._first_step else RECOVERY_S
+        return min(RECOVERY_S, _FOUND_S + _STARTS * self.start_s) if self._first_step else RECOVERY_S
 
 
 @dataclass

@@ -187,11 +187,13 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
     schedule = runner.schedule_at(path)
     runner.scenario_of(schedule)
     _require_secrets(schedule)
-    broken = runner.outcome_of(path).broken if (path / report.EVENTS).is_file() else frozenset()
-    if broken:
+    broken = frozenset[str]()
+    if (path / report.EVENTS).is_file():
+        with _of_a_log(path):
+            broken = runner.outcome_of(path).broken
+        if not broken:
+            raise ConfigError(f"the run in {path} broke no rule", hint="name one that has failed")
         _progress(f"a part fails that breaks {' or '.join(sorted(broken))}")
-    elif (path / report.EVENTS).is_file():
-        raise ConfigError(f"the run in {path} broke no rule", hint="name one that has failed")
     folder = out_folder or _new_folder(schedule, Path("runs"), "shrink")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     runs = 0
@@ -258,18 +260,25 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
     folder = folder.parent if folder.name == report.EVENTS else folder
     if not (folder / report.EVENTS).is_file():
         raise ConfigError(f"there is no {report.EVENTS} in {folder}", hint="name a folder that `chaos run` has written")
-    try:
+    with _of_a_log(folder):
         outcome = runner.outcome_of(folder)
         first = next(iter(Records(folder / report.EVENTS)), {})
+    if "must_see" not in first:
+        _progress("the log is of an earlier release: it does not say which rules the run had to show")
+    has_schedule = (folder / runner.SCHEDULE).is_file()
+    _show(outcome, output, report.arguments(first), again="" if has_schedule else report.reproduce(first))
+
+
+@contextmanager
+def _of_a_log(folder: Path) -> Iterator[None]:
+    """The block judges a log. Raises ConfigError where it cannot be judged."""
+    try:
+        yield
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OSError) as e:
         logging.getLogger(__name__).debug("the log in %s cannot be judged", folder, exc_info=True)
         raise ConfigError(str(e) if isinstance(e, ValueError | OSError) else
                           f"the log in {folder} has records of another form: {type(e).__name__} {e}",
                           hint="it is damaged, or of another release") from e
-    if "must_see" not in first:
-        _progress("the log is of an earlier release: it does not say which rules the run had to show")
-    has_schedule = (folder / runner.SCHEDULE).is_file()
-    _show(outcome, output, report.arguments(first), again="" if has_schedule else report.reproduce(first))
 
 
 # -- without real parts ------------------------------------------------------------------------------------------------

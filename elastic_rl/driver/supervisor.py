@@ -21,16 +21,16 @@ from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.driver.stop_window import StopWindow
 from elastic_rl.errors import EtcdUnavailable, Fenced, PreflightFailed, SharedDevicesLost
-from elastic_rl.etcd import event_kinds, fencing, run_stop
+from elastic_rl.etcd import event_kinds, fencing, run_stop, witness
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.records import (
     ENDED_PHASES,
     Epoch,
-    Evidence,
     JobStatus,
     Member,
+    MemberProcess,
     ProcessFinding,
     RestartRequest,
     Severity,
@@ -317,17 +317,17 @@ class DriverSupervisor:
                             severity=Severity.ERROR, ops=[end])
             else:
                 writer.emit(event_kinds.DRIVER_RESTARTED, driver_id, "the driver ended; the next one takes over what "
-                            "still runs", severity=Severity.ERROR, ops=self._evidence(driver_id))
+                            "still runs", severity=Severity.ERROR)
+                self._report_gone(driver_id)
 
-    def _evidence(self, driver_id: str) -> list[Op]:
-        """Has the leader know that a driver is dead as soon as its lease has ended. No witness says so of one that has
-        ended before it was seen alive; its parent has seen its end."""
+    def _report_gone(self, driver_id: str) -> None:
+        """Reports the end of a driver as a witness does, which says nothing of one that it has never seen alive. One
+        that no leader has seen keeps its registration, by which the leader finds it, and then its end."""
         found = readable_one(self._etcd.get(self._keys.member(registry.DRIVER, driver_id)), Member)
-        if found is None:
-            return []  # it has never begun, or a witness was first
-        evidence = Evidence(role=found.role, id=found.id, incarnation=found.incarnation, finding=ProcessFinding.GONE,
-                            at=time.time(), by=f"its supervisor on {self._ctx.host}")
-        return [Op.put(self._keys.evidence(found.role, found.id), evidence.encode())]
+        if found is not None and self._etcd.get(self._keys.registry_entry(registry.DRIVER, driver_id)) is not None:
+            process = MemberProcess(role=found.role, id=found.id, incarnation=found.incarnation, pid=found.pid,
+                                    started=0)
+            witness.report(self._etcd, self._keys, process, ProcessFinding.GONE, f"its supervisor on {self._ctx.host}")
 
     def _status(self) -> JobStatus:
         found = self._etcd.get(self._keys.job_status())

@@ -209,34 +209,39 @@ class HostWitness:
                 del self._watched[name]
 
     def _report(self, process: MemberProcess, finding: ProcessFinding) -> bool:
-        """Ends the member's registration with the evidence; whether there is nothing more to do. Raises
-        EtcdUnavailable."""
-        role, member_id = process.role, process.id
-        registration = self._etcd.get(self._keys.registration(role, member_id))
-        entry = self._etcd.get(self._keys.registry_entry(role, member_id))
-        known, seen = readable_one(registration, _Registered), readable_one(entry, _Registered)
-        if registration is not None and (known is None or not known.is_of(process)):
-            return True  # a successor has its name, perhaps of another release
-        mine = seen is not None and seen.is_of(process) and not seen.dead_at
-        if registration is None and not mine:
-            return True  # deregistered, or known to be dead
-        key = self._keys.evidence(role, member_id)
-        if registration is None and self._etcd.get(key) is not None:
-            return True  # another witness was first, and the leader has not read it yet
-        if self._look_at(process.pid, process.started).state is not _STILL[finding]:
-            return False  # etcd may have been away since the last look
-        compares = [Compare.mod(self._keys.registration(role, member_id), "==",
-                                registration.mod_revision if registration else 0),
-                    Compare.mod(self._keys.registry_entry(role, member_id), "==", entry.mod_revision if entry else 0)]
-        ops = [Op.delete(self._keys.registration(role, member_id))] if registration else []
-        if mine:  # one that no leader has seen will not be missed
-            evidence = Evidence(role=role, id=member_id, incarnation=process.incarnation, finding=finding,
-                                at=time.time(), by=self._record.name)
-            ops.append(Op.put(key, evidence.encode()))
-        if not self._etcd.txn(compares, ops).succeeded:
-            return False  # something changed: the next look finds out what
-        log.warning("%s %s (pid %d): its process is %s", role, member_id, process.pid, finding)
-        return True
+        return report(self._etcd, self._keys, process, finding, self._record.name,
+                      lambda: self._look_at(process.pid, process.started).state is _STILL[finding])
+
+
+def report(etcd: EtcdClient, keys: Keys, process: MemberProcess, finding: ProcessFinding, by: str,
+           still: Callable[[], bool] = lambda: True) -> bool:
+    """Ends a member's registration with the evidence; whether there is nothing more to do. ``still``: whether it is
+    still so, since etcd may have been away since the last look. Raises EtcdUnavailable."""
+    role, member_id = process.role, process.id
+    registration = etcd.get(keys.registration(role, member_id))
+    entry = etcd.get(keys.registry_entry(role, member_id))
+    known, seen = readable_one(registration, _Registered), readable_one(entry, _Registered)
+    if registration is not None and (known is None or not known.is_of(process)):
+        return True  # a successor has its name, perhaps of another release
+    mine = seen is not None and seen.is_of(process) and not seen.dead_at
+    if registration is None and not mine:
+        return True  # deregistered, or known to be dead
+    key = keys.evidence(role, member_id)
+    if registration is None and etcd.get(key) is not None:
+        return True  # another witness was first, and the leader has not read it yet
+    if not still():
+        return False
+    compares = [Compare.mod(keys.registration(role, member_id), "==", registration.mod_revision if registration else 0),
+                Compare.mod(keys.registry_entry(role, member_id), "==", entry.mod_revision if entry else 0)]
+    ops = [Op.delete(keys.registration(role, member_id))] if registration else []
+    if mine:  # one that no leader has seen will not be missed
+        evidence = Evidence(role=role, id=member_id, incarnation=process.incarnation, finding=finding,
+                            at=time.time(), by=by)
+        ops.append(Op.put(key, evidence.encode()))
+    if not etcd.txn(compares, ops).succeeded:
+        return False  # something changed: the next look finds out what
+    log.warning("%s %s (pid %d): its process is %s", role, member_id, process.pid, finding)
+    return True
 
 
 def merge(watched: Mapping[Name, Watched], listed: Mapping[Name, MemberProcess]) -> dict[Name, Watched]:

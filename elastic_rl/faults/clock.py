@@ -1,10 +1,11 @@
-"""Sets the wall clock of one running process, as seen from outside the process a step of NTP or a person would do it.
+"""Sets the wall clock of one running process, from outside of it.
 
 Linux has no namespace of the wall clock. Programs read it without a system call, from the vDSO, a library that the
 kernel maps into each process and of which each has its own copy once it is written to, as debuggers do. The function
 ``clock_gettime`` of one process is overwritten: it asks the kernel instead, and adds a number of seconds to the wall
-clock. All other clocks, and all other processes, stay as they are. So do the times that the kernel itself writes, such
-as those of files, and what few programs read by ``gettimeofday`` and ``time``.
+clock. All other clocks, and all other processes, stay as they are. So do the times that the kernel itself writes or
+waits for (of files, of a timer that is set to a moment of the wall clock), and what few programs read by
+``gettimeofday`` and ``time``. A child that is forked meanwhile, and executes no other program, keeps the wrong clock.
 
 It needs Linux on x86-64 and the permission of a debugger (``ptrace.allowed``).
 """
@@ -23,7 +24,8 @@ from elastic_rl.errors import ConfigError
 from elastic_rl.faults import ptrace
 from elastic_rl.runtime.waiting import wait_until
 
-_STOP_S = 60.0
+_STOP_S = 30.0
+"""Longest time to find the process with no thread at the code that is written to."""
 _FUNCTION = b"__vdso_clock_gettime"
 _BEFORE, _AFTER = bytes.fromhex(
     "b8e4000000"  # mov eax, SYS_clock_gettime
@@ -34,21 +36,32 @@ _BEFORE, _AFTER = bytes.fromhex(
 ), bytes.fromhex(
     "48010e"      # add [rsi], rcx
     "c3")         # ret
+_ENDED = frozenset("ZX")
+_STILL = frozenset("Tt") | _ENDED
+_ALLOW = "run as root, or allow ptrace: sysctl kernel.yama.ptrace_scope=0"
 _NBYTES = len(_BEFORE) + 8 + len(_AFTER)
 # The places of an ELF file of 64 bits that lead to a function (elf(5)).
 _PT_LOAD, _PT_DYNAMIC, _DT_HASH, _DT_STRTAB, _DT_SYMTAB = 1, 2, 4, 5, 6
 
 
+def possible() -> bool:
+    """Whether this process may do it to others of its user, on this kernel."""
+    try:
+        return ptrace.allowed() and bool(_function())
+    except ConfigError:
+        return False
+
+
 def set_by(pid: int, seconds: int) -> str:
     """The wall clock of a process is so many seconds ahead of the machine's, or behind it, until ``put_right``. Returns
-    what was done. Raises ConfigError where that is not possible, and ProcessLookupError for a process that has ended.
-    """
+    what was done. Raises ConfigError where that is not possible, DeadlineExceeded for a process that cannot be stopped,
+    and ProcessLookupError for one that has ended."""
     address, own = _place(pid)
     with _stopped(pid, address), _memory(pid) as memory:
         found = os.pread(memory, _NBYTES, address)
         if found != own and not _is_set(found):
             raise ConfigError(f"the vDSO of pid {pid} is not the one of this process")
-        os.pwrite(memory, _BEFORE + struct.pack("<q", seconds) + _AFTER, address)
+        _write(memory, _BEFORE + struct.pack("<q", seconds) + _AFTER, address)
     return f"the wall clock of pid {pid} was set {'back' if seconds < 0 else 'ahead'} by {abs(seconds)} s"
 
 
@@ -59,8 +72,25 @@ def put_right(pid: int) -> bool:
     with _stopped(pid, address), _memory(pid) as memory:
         was_set = _is_set(os.pread(memory, _NBYTES, address))
         if was_set:
-            os.pwrite(memory, own, address)
+            _write(memory, own, address)
     return was_set
+
+
+def offset_of(pid: int) -> int:
+    """Seconds by which the wall clock of a process is ahead. Raises as ``set_by``."""
+    address, _ = _place(pid)
+    with _memory(pid) as memory:
+        found = os.pread(memory, _NBYTES, address)
+    return int(struct.unpack_from("<q", found, len(_BEFORE))[0]) if _is_set(found) else 0
+
+
+def _write(memory: int, code: bytes, address: int) -> None:
+    try:
+        written = os.pwrite(memory, code, address)
+    except OSError as e:
+        raise ConfigError(f"the kernel does not let the vDSO of a process be written to: {e.strerror}") from e
+    if written != len(code):
+        raise ConfigError("the kernel has written a part of the code only")
 
 
 def _is_set(code: bytes) -> bool:
@@ -87,19 +117,27 @@ def _stopped(pid: int, address: int) -> Iterator[None]:
 
 
 def _counters(pid: int) -> list[int] | None:
-    """The address at which each thread of a stopped process is; None while one is not stopped yet."""
-    found = list[int]()
+    """The address at which each thread of a stopped process is; None while one is not stopped yet: one that is in the
+    middle of a system call of the kernel's alone stops after it."""
     try:
         threads = [*Path(f"/proc/{pid}/task").iterdir()]
-    except FileNotFoundError as e:
-        raise ProcessLookupError(f"pid {pid} has ended") from e
-    for thread in threads:
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
-            words = (thread / "syscall").read_text(encoding="ascii").split()  # proc(5)
-            if len(words) < 2:
-                return None  # "running"
-            found.append(int(words[-1], 16))
-    return found
+        if any(_state(thread) not in _STILL for thread in threads):
+            return None
+        return [_counter(thread) for thread in threads if _state(thread) not in _ENDED]
+    except (FileNotFoundError, ProcessLookupError):
+        if not Path(f"/proc/{pid}").exists():
+            raise ProcessLookupError(f"pid {pid} has ended") from None
+        return None  # a thread has ended since
+    except PermissionError as e:
+        raise ConfigError(f"the threads of pid {pid} cannot be looked at: {e.strerror}", hint=_ALLOW) from e
+
+
+def _state(thread: Path) -> str:
+    return (thread / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]  # proc(5)
+
+
+def _counter(thread: Path) -> int:
+    return int((thread / "syscall").read_text(encoding="ascii").split()[-1], 16)  # proc(5)
 
 
 @contextmanager
@@ -110,7 +148,7 @@ def _memory(pid: int) -> Iterator[int]:
         raise ProcessLookupError(f"pid {pid} has ended") from e
     except PermissionError as e:
         raise ConfigError(f"the memory of pid {pid} cannot be written to: {e.strerror}",
-                          hint="run as root, or allow ptrace: sysctl kernel.yama.ptrace_scope=0") from e
+                          hint=_ALLOW) from e
     try:
         yield descriptor
     finally:

@@ -38,6 +38,8 @@ from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
 INJECT_TIMEOUT_S = 600.0
+_AHEAD_S = 5.0
+"""By which clocks of hosts may differ."""
 AWAY_PAUSES_S = (1.0, 1.0)
 """First and longest pause between two readings while etcd does not answer."""
 T = TypeVar("T")
@@ -255,8 +257,9 @@ class FaultContext:
         return [merge(member, beats.get(member.incarnation)) for member in self.members(ACTOR.name)]
 
     def has_event(self, kind: EventKind, since: float, subject: str = "") -> bool:
-        """Whether there is an event of a kind since a unix second; of one subject, or of any."""
-        return any(e.kind == kind.name and e.at >= since and subject in (e.subject, "")
+        """Whether there is an event of a kind since a unix second; of one subject, or of any. An event that is later
+        than now is of a writer whose clock was ahead."""
+        return any(e.kind == kind.name and since <= e.at <= time.time() + _AHEAD_S and subject in (e.subject, "")
                    for e in events.recent(self.etcd, self.keys, limit=200))
 
     def processes(self) -> list[psutil.Process]:

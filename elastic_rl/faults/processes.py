@@ -232,7 +232,10 @@ class Struck(Killed):
             with self.context.striking(f"the wall clock of pid {pid} was set"):
                 witness = clock.set_by(pid, by_s)
             self.context.ended.wait(self.seconds)
-        return f"{witness} for {self.seconds:g} s"
+            with contextlib.suppress(ProcessLookupError):  # one that has ended has not gone on with it
+                if clock.offset_of(pid) == by_s:
+                    return f"{witness} for {self.seconds:g} s"
+        return ""
 
     def _hold(self, seconds: float) -> None:
         with self.context.striking("the thread that had the GIL was stopped"):

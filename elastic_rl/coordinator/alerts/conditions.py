@@ -104,7 +104,7 @@ def conditions(snapshot: ClusterSnapshot, now: float, limits: Thresholds = Thres
     """What is wrong now, by key. ``firing``: keys of the alerts that are open. ``by_commits``: what ``CommitClock``
     says."""
     found = [*_returned(snapshot, now, firing), *_members(snapshot), *_compute(snapshot),
-             *_pools(snapshot, limits), *_lags(snapshot, min(now, by_commits), limits),
+             *_pools(snapshot, limits), *_lags(snapshot, now, limits, firing, by_commits),
              *_nodes(snapshot, limits, firing), *_job(snapshot, limits), *_learning(snapshot, limits),
              *_waiting(snapshot, now, limits), *_idle(snapshot, limits, firing), *_unreadable(snapshot),
              *etcd_conditions(snapshot.etcd_health, limits.etcd_slow_s, limits.full_fraction, limits.etcd_quota_bytes)]
@@ -178,13 +178,20 @@ def _waits_for_weights(snapshot: ClusterSnapshot, spec: PoolSpec, status: PoolSt
         status.ready or status.pending or status.message)
 
 
-def _lags(snapshot: ClusterSnapshot, now: float, limits: Thresholds) -> Iterator[Condition]:
+def _lags(snapshot: ClusterSnapshot, now: float, limits: Thresholds, firing: Set[str], by_commits: float
+          ) -> Iterator[Condition]:
+    """A leader that has just begun knows no other clock than its own: an alert that is open goes by that one, and ends
+    once what it is about has caught up."""
+    def at(key: str) -> float:
+        return now if key in firing else min(now, by_commits)
+
     for engine in snapshot.engines.values():
         # One without a version is starting; pool.short covers that.
         if engine.version == 0 or not engine.state.serving or snapshot.run_ended:
             continue
         committed = snapshot.committed.get(snapshot.follows(engine), {})
-        versions, seconds = max(committed, default=0) - engine.version, behind_s(now, engine.version, committed)
+        versions, seconds = max(committed, default=0) - engine.version, behind_s(
+            at(f"engine.lagging/{engine.id}"), engine.version, committed)
         if (straggler := engine.straggler) is not None:
             doing = (f"gets no requests until it has version {straggler.needs}" if straggler.needs else
                      f"lacked version {straggler.missed} when the others had it; it has caught up, and is not waited "
@@ -196,7 +203,7 @@ def _lags(snapshot: ClusterSnapshot, now: float, limits: Thresholds) -> Iterator
                        f"has been available for {seconds:.0f} s")
             yield Condition("engine.lagging", engine.id, message, Severity.WARNING, cause=engine.host)
     for stream, number in snapshot.durable.items():
-        seconds = behind_s(now, number, snapshot.committed.get(stream, {}))
+        seconds = behind_s(at(f"durable.behind/{stream}"), number, snapshot.committed.get(stream, {}))
         if seconds > limits.durable_lag_s:
             message = (f"the newest durable version of {stream} is {number or 'none'}; a newer one has "
                        f"waited to be copied for {seconds:.0f} s")

@@ -402,7 +402,7 @@ class FetchExecutor:
             try:
                 nbytes, is_delta = self._receive_from(connection, transfer, base)
             except (ChunkCorrupt, ChunkMissing) as e:
-                if transfer.cancelled or not (base or isinstance(e, ChunkCorrupt)):
+                if transfer.cancelled or connection.closed or not (base or isinstance(e, ChunkCorrupt)):
                     raise
                 # The copy in the node's memory may have rotted, and that on its disk not: else it sends it for ever.
                 log.warning("chunk %s of node %s%s is not what it should be, requesting all of it, verified there: %s",

@@ -90,6 +90,12 @@ class DeltaCache:
                 with self._lock:
                     self._busy.pop(key, None)
 
+    def forget(self, digest: str) -> None:
+        """Drops the deltas of a chunk, and those to it."""
+        with self._lock:
+            for key in [key for key in self._known if digest in key]:
+                self._nbytes -= _size(self._known.pop(key))
+
     def _add(self, key: tuple[str, str], delta: bytes | None) -> None:
         self._known[key] = delta
         self._nbytes += _size(delta)

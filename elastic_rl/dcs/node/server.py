@@ -12,7 +12,7 @@ and then come any of
     put {digest} + bytes -> {digest}        the same for bytes that come over the wire; ``digest`` here: which kind
     has {digests} -> {missing, load}        ``load``: sends to others that are in progress or waiting here
     get {digest, base?, verify?} -> {} + bytes, or {delta: bytes of the chunk} + what differs from chunk ``base``; with
-        ``verify`` not before its bytes were compared with its digest again
+        ``verify`` all of it, once its bytes were compared with its digest again
     fetch {digests, prefer, hold, sizes?, bases?, stream?} -> {progress: [bytes done, in all]} each second, then
         {chunks: [[digest, offset, bytes], ..]}    sound copies in this arena
     open {stream, number?, use, parts?} -> {progress, number, tensors?, map?} each second, or with ``parts`` more often
@@ -385,10 +385,12 @@ class NodeServer:
         # In the slot until the last byte is with the kernel: a peer that stops reading frees it by its timeout.
         with self._limiter.slot(session.peer, self._io_timeout_s / 2):
             change = None
-            if base and self._settings.delta:
+            if header.get("verify"):
+                self._deltas.forget(digest)  # they were made of the bytes that somebody refused
+                if not self._table.verify(digest, force=True):
+                    raise ChunkMissing(f"this node's copy of chunk {digest} is corrupt")
+            elif base and self._settings.delta:
                 change = self._deltas.get(digest, base, lambda: self._encode(digest, base))
-            if header.get("verify") and not self._table.verify(digest, force=True):
-                raise ChunkMissing(f"this node's copy of chunk {digest} is corrupt")
             with self._table.reading(digest) as data:
                 if change is None:
                     session.send({}, data)

@@ -246,21 +246,25 @@ def test_driver_that_was_killed_is_followed_by_one_that_takes_over(job: Supervis
     assert job.finish() == 0
 
 
-def test_driver_that_ended_before_a_witness_saw_it_alive_is_not_only_suspected(job: SupervisedJob) -> None:
+@pytest.mark.parametrize("seen", [True, False])
+def test_driver_that_ended_before_a_witness_saw_it_alive_is_not_only_suspected(seen: bool, job: SupervisedJob) -> None:
     """Its alert would go on until the time for which a member that may be slow is only suspected is over."""
     job.start("works")
     job.await_driver(1)
     driver_id, pid = job.starts()[0], job.driver().pid
     job.etcd.put(job.keys.member(registry.DRIVER, driver_id), Member(
         role=registry.DRIVER, id=driver_id, pid=pid, host="h", epoch=1, incarnation="i").encode())
+    entry = LastSeen(role=registry.DRIVER, id=driver_id, incarnation="i", first_seen=1.0, pid=pid)
+    if seen:
+        job.etcd.put(job.keys.registry_entry(*entry.name), entry.encode())
     job.driver().kill()
     job.await_driver(2)
-    [kv] = job.etcd.range(job.keys.evidence_prefix())[0]
-    evidence = Evidence.decode(kv.value)
-    assert (evidence.role, evidence.id, evidence.incarnation) == (registry.DRIVER, driver_id, "i")
-    entry = LastSeen(role=registry.DRIVER, id=driver_id, incarnation="i", first_seen=1.0, suspected_at=2.0)
-    reports = WitnessReports(0.0, evidence={entry.name: evidence})
-    assert "its process is gone" in Suspicion(120.0, 30.0).why_dead(entry, reports)
+    found = [Evidence.decode(kv.value) for kv in job.etcd.range(job.keys.evidence_prefix())[0]]
+    assert (job.etcd.get(job.keys.member(registry.DRIVER, driver_id)) is None) == bool(found) == seen, (
+        "one that no leader has seen is found by its registration")
+    if seen:
+        reports = WitnessReports(0.0, evidence={(e.role, e.id): e for e in found})
+        assert "its process is gone" in Suspicion(120.0, 30.0).why_dead(entry, reports)
     assert job.finish() == 0
 
 

@@ -26,7 +26,7 @@ def fault(records: list[Record], name: str) -> Record:
 
 
 @pytest.mark.parametrize(("start_s", "recovery_s", "broken"), [
-    (0.0, 100.0, []), (0.0, 130.0, ["I10"]), (100.0, 130.0, []), (100.0, 280.0, []), (100.0, 320.0, ["I10"]),
+    (0.0, 130.0, []), (0.0, 150.0, ["I10"]), (100.0, 150.0, []), (100.0, 420.0, []), (100.0, 460.0, ["I10"]),
     (0.0, 300.0, ["I10", "I11"]), (500.0, 880.0, []), (500.0, 920.0, ["I6", "I10"])])
 def test_recovery_is_bounded_by_what_the_job_took_to_start(start_s: float, recovery_s: float, broken: list[str]
                                                            ) -> None:

@@ -381,6 +381,19 @@ def test_engine_does_not_lag_by_the_clock_of_a_leader_that_is_ahead() -> None:
     assert not lagging(19, 20, 301.0, 1950.0), "nor by one that is behind"
 
 
+def test_lag_that_is_open_does_not_end_with_its_leader() -> None:
+    """The next one has seen the newest version just now, and not when it was committed."""
+    head = Version(stream="policy", number=20, epoch=1, state=VersionState.COMMITTED, committed_at=COMMITTED[20])
+    now = replace(snapshot(engines=[engine("e1", EngineState.READY).replace(version=18)],
+                           committed={"policy": COMMITTED}), heads={"policy": head}, leader_time=5.0)
+    by_commits = CommitClock().at_most(now)
+    assert "engine.lagging/e1" not in conditions(now, 2600.0, by_commits=by_commits)
+    assert "engine.lagging/e1" in conditions(now, 2600.0, firing={"engine.lagging/e1"}, by_commits=by_commits)
+    durable = replace(now, durable={"policy": 18})
+    assert "durable.behind/policy" in conditions(durable, 9e9, firing={"durable.behind/policy"}, by_commits=by_commits)
+    assert "durable.behind/policy" not in conditions(durable, 9e9, by_commits=by_commits)
+
+
 def test_durable_stream_is_behind_by_time() -> None:
     def behind(number: int, now: float) -> list[str]:
         return list(conditions(empty_snapshot(committed={"policy": COMMITTED}, durable={"policy": number}), now))

@@ -20,17 +20,17 @@ ENTRY = TensorEntry("w", "uint8", (len(DATA),), (Slice(digest_of(DATA), 0, len(D
 class Node:
     """A node whose garbage collector comes ``drops`` times between a fetch and what follows it."""
 
-    def __init__(self, drops: int, data: bytes = DATA) -> None:
-        self.node, self.drops, self.data = SimpleNamespace(id="n"), drops, data
+    def __init__(self, drops: int, data: bytes = DATA, verified: bytes = DATA) -> None:
+        self.node, self.drops, self.data, self.verified = SimpleNamespace(id="n"), drops, data, verified
         self.fetched = 0
 
     def fetch(self, digests: list[str]) -> None:
         self.fetched += 1
 
-    def get(self, digest: str) -> memoryview:
+    def get(self, digest: str, *, verify: bool = False) -> memoryview:
         if self.fetched <= self.drops:
             raise ChunkMissing(f"this node has no chunk {digest}")
-        return memoryview(self.data)
+        return memoryview(self.verified if verify else self.data)
 
 
 def reader(node: Node) -> ChunkReader:
@@ -50,6 +50,7 @@ def test_chunk_that_is_dropped_each_time_is_missing() -> None:
     assert node.fetched == 3
 
 
-def test_other_bytes_are_refused() -> None:
+def test_other_bytes_are_refused_once_the_node_has_compared_its_own() -> None:
+    assert reader(Node(0, DATA[::-1])).tensor(ENTRY) == DATA, "its memory has rotted, and its disk not"
     with pytest.raises(ChunkCorrupt):
-        reader(Node(0, DATA[::-1])).tensor(ENTRY)
+        reader(Node(0, DATA[::-1], DATA[::-1])).tensor(ENTRY)

@@ -8,14 +8,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
+from support.waiting import wait_until
 
+from elastic_rl import config
 from elastic_rl.errors import ConfigError
+from elastic_rl.etcd.keys import Keys
 from elastic_rl.faults import clock, ptrace
+from elastic_rl.faults.context import FaultContext
+from elastic_rl.faults.processes import PROCESS_KINDS, ProcessKind, Struck, Way
 from elastic_rl.faults.undo import Undo, UndoRegistry, undo_all
 
 pytestmark = pytest.mark.skipif(
@@ -73,10 +80,42 @@ def test_clock_of_one_process_is_set_and_put_right(code: str, seconds: int) -> N
 
 def test_process_that_reads_its_clock_all_the_time_survives_each_change() -> None:
     with running(SPINS) as process:
-        for n in range(100):
+        assert abs(offset(process)) < NEAR_S
+        for n in range(30):
             clock.set_by(process.pid, (-1) ** n * 3600)
             assert clock.put_right(process.pid)
         assert abs(offset(process)) < NEAR_S and process.poll() is None
+
+
+@pytest.mark.parametrize(("way", "seconds"), [(Way.CLOCK_SET_BACK, -3600), (Way.CLOCK_SET_AHEAD, 3600)])
+def test_struck_process_has_the_wrong_clock_until_the_fault_is_over(way: Way, seconds: int, tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    context = FaultContext(config.parse({"job": "j", "run_dir": str(tmp_path)}), cast(Any, None), Keys("j"),
+                           cast(Any, None), undo=UndoRegistry(tmp_path))
+    with running(TELLS) as process, ThreadPoolExecutor(1) as pool:
+        assert abs(offset(process)) < NEAR_S
+        monkeypatch.setitem(cast(Any, PROCESS_KINDS), "dcs", ProcessKind("dcs", lambda of: [process.pid], "dcs"))
+        struck = pool.submit(Struck(context, "dcs", way, seconds=600.0).inject)
+        wait_until(lambda: abs(offset(process) - seconds) < NEAR_S, what="the wrong clock")
+        assert clock.offset_of(process.pid) == seconds and len(context.undo.pending()) == 1 and not struck.done()
+        context.ended.set()  # what the fault waits for, in the place of its seconds
+        target, witness = struck.result(60)
+        assert target == f"dcs (pid {process.pid})" and f"{'back' if seconds < 0 else 'ahead'} by 3600 s" in witness
+        assert abs(offset(process)) < NEAR_S and context.undo.pending() == []
+
+
+def test_fault_whose_process_ends_meanwhile_has_no_witness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = FaultContext(config.parse({"job": "j", "run_dir": str(tmp_path)}), cast(Any, None), Keys("j"),
+                           cast(Any, None), undo=UndoRegistry(tmp_path))
+    with running(TELLS) as process, ThreadPoolExecutor(1) as pool:
+        assert abs(offset(process)) < NEAR_S
+        monkeypatch.setitem(cast(Any, PROCESS_KINDS), "dcs", ProcessKind("dcs", lambda of: [process.pid], "dcs"))
+        struck = pool.submit(Struck(context, "dcs", Way.CLOCK_SET_BACK, seconds=600.0).inject)
+        wait_until(lambda: clock.offset_of(process.pid) != 0, what="the wrong clock")
+        process.kill()
+        process.wait()
+        context.ended.set()
+        assert struck.result(60)[1] == "" and context.undo.pending() == []
 
 
 def test_clock_that_somebody_has_set_is_put_right_by_whoever_comes_next(tmp_path: Path) -> None:
