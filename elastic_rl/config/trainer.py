@@ -59,9 +59,9 @@ class TrainerConfig(Section):
     8 for a critic, and 8 (k + 1) with ``algorithm.teacher_top_k``; the rank that receives it may hold four shares in
     host memory."""
     max_restarts: Positive = 10
-    """Number of times that the trainer group re-forms after the loss of a rank. After one more loss its agent ends,
-    with an alert, and is started again after a backoff. Ranks that end for a step which needs too much memory do not
-    count."""
+    """Number of times that the trainer group re-forms after the loss of a rank while the job makes no step in between.
+    After one more loss its agent ends, with an alert, and is started again after a backoff. Ranks that end for a step
+    which needs too much memory do not count."""
     collective_timeout_s: Seconds = 60.0
     """Seconds that a collective may take in which ranks do the same; a rank that waits longer ends, and the group
     re-forms. It bounds no wait for micro-batches, which may take longer on one replica than on another."""

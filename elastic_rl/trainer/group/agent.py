@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elastic_rl.data.queue.row_client import set_package_options
@@ -31,6 +31,7 @@ from elastic_rl.runtime.file_tags import TAG_ENV
 from elastic_rl.runtime.process import die_with_parent
 from elastic_rl.telemetry import logs
 from elastic_rl.trainer.group.refused_commands import RefusedCommands
+from elastic_rl.trainer.group.step_progress import StepProgress
 from elastic_rl.trainer.megatron.parallel import FENCED_EXIT
 from elastic_rl.trainer.megatron.policy import ModelArch
 
@@ -45,6 +46,7 @@ agents that are gone, and ends the formation.
 """
 _RANK_GRACE_S = 2
 """Time between SIGTERM and SIGKILL: a stopped or hung rank must not delay the restart of the others."""
+_WHY_CHARS = 500
 DETERMINISTIC_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
                       "NCCL_ALGO": "Ring"}
 """What cuBLAS, Transformer Engine and NCCL need to compute the same bits each time; Megatron asks for the same."""
@@ -104,17 +106,17 @@ def _run(ctx: RunContext, etcd: EtcdClient, args: argparse.Namespace) -> int:
 
     # Each formation has a run id of its own, so that no agent waits for one of an earlier formation that was killed.
     run_id = f"{ctx.group.name}-{ctx.epoch}-{ctx.formation or secrets.token_hex(4)}"
-    agent = _make_agent(ctx, run_id, args, RefusedCommands(etcd, ctx.keys, ctx.group.name))
+    agent = _make_agent(ctx, run_id, args, RefusedCommands(etcd, ctx.keys, ctx.group.name),
+                        StepProgress(etcd, ctx.keys))
     try:
         result = agent.run()
         if not result.is_failed():
             return 0
-        failure = ChildFailedError(ctx.group.name, result.failures)
-        log.error("the group failed: %s", failure)
+        log.error("the group failed: %s", ChildFailedError(ctx.group.name, result.failures))
         ctx.writer_of_group(etcd).emit(
             event_kinds.TRAINER_GROUP_EVENTS[ctx.group.name].restarts_exhausted, ctx.group.name,
-            f"{ctx.config.trainer.max_restarts} restarts are used up; the last failure: {failure}",
-            severity=Severity.ERROR)
+            f"{ctx.config.trainer.max_restarts} restarts without a step of the job are used up; the last failure: "
+            f"{described(result.failures)}", severity=Severity.ERROR)
         return 1
     except Fenced as e:
         log.error("the group ends: %s", e)
@@ -130,8 +132,18 @@ def _run(ctx: RunContext, etcd: EtcdClient, args: argparse.Namespace) -> int:
             etcd.delete_prefix(f"{ctx.keys.rendezvous_prefix()}{run_id}/")
 
 
-def _make_agent(ctx: RunContext, run_id: str, args: argparse.Namespace, refused: RefusedCommands) -> Any:
-    """``refused``: ranks that have ended for one use up none of ``trainer.max_restarts``."""
+def described(failures: Mapping[int, Any]) -> str:
+    """The first failure of ranks, in one line; those that the agent has ended after it are none. ``failures``: torch
+    elastic's ``ProcessFailure`` by global rank."""
+    rank, first = min(failures.items(), key=lambda found: (found[1].exitcode == -signal.SIGTERM, found[1].timestamp))
+    why = " ".join(str(first.message).split())[:_WHY_CHARS]
+    return f"rank {rank} (pid {first.pid}) ended with exit code {first.exitcode}{f': {why}' if why else ''}"
+
+
+def _make_agent(ctx: RunContext, run_id: str, args: argparse.Namespace, refused: RefusedCommands,
+                progress: StepProgress) -> Any:
+    """``refused``: ranks that have ended for one use up none of ``trainer.max_restarts``. ``progress``: those before a
+    step of the job count no more."""
     import torch
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -157,9 +169,12 @@ def _make_agent(ctx: RunContext, run_id: str, args: argparse.Namespace, refused:
                 log.error("ranks %s have exited with code 0", ended)
                 found = RunResult(state=WorkerState.FAILED, failures={
                     worker_group.workers[n].global_rank: ProcessFailure(n, pids[n], 0, "") for n in ended})
-            # Who sent the command tries its samples one after the other, which ends the ranks many times.
-            if found.state in (WorkerState.UNHEALTHY, WorkerState.FAILED) and refused.take():
-                self._remaining_restarts += 1
+            if found.state in (WorkerState.UNHEALTHY, WorkerState.FAILED):
+                if progress.made():  # in a run of weeks many ranks are lost, each of which was recovered from
+                    self._remaining_restarts = worker_group.spec.max_restarts
+                # Who sent the command tries its samples one after the other, which ends the ranks many times.
+                if refused.take():
+                    self._remaining_restarts += 1
             return found
 
         def _stop_workers(self, worker_group: Any) -> None:

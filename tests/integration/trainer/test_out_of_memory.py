@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -9,6 +12,7 @@ import pytest
 from support.elastic_group import Group, elastic_group
 from support.etcd_server import EtcdServers
 from support.no_memory_algorithm import MARK
+from support.waiting import wait_until
 
 from elastic_rl.data.batch import collate
 from elastic_rl.data.intervals import IntervalSet
@@ -19,6 +23,7 @@ from elastic_rl.data.samples import Group as PromptGroup
 from elastic_rl.data.sources import make_source
 from elastic_rl.errors import Conflict, GroupsFailed
 from elastic_rl.etcd import events
+from elastic_rl.etcd.records import JobStatus
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.schedule import TakenStep
 from elastic_rl.pipeline.training.group_trials import GroupTrials
@@ -93,3 +98,23 @@ def test_group_for_which_a_rank_lacks_memory_in_a_collective_is_found_and_droppe
     assert len(refused) == sum(POISON in ordinals for ordinals in batches.made) > 1
     assert refused[0].data["groups"]["trained"] and all(e.data["rank"] == 1 for e in refused)
     assert len(refused) > group.ctx.config.trainer.max_restarts, "they have used up none of the restarts"
+
+
+def test_losses_use_up_restarts_only_while_the_job_makes_no_step(group: Group) -> None:
+    """``max_restarts`` is 1. In a run of weeks ranks are lost many times, and each time it recovers."""
+    def lost() -> None:
+        before = group.client.wait_ready()
+        os.kill(group.rank(1), signal.SIGKILL)
+        group.ready(after=before.group)
+
+    def exhausted() -> list[str]:
+        return [e.message for e in events.recent(group.etcd, group.keys) if e.kind == "trainer.restarts_exhausted"]
+
+    for step in range(101, 104):
+        group.etcd.put(group.keys.job_status(), JobStatus(phase="rl", step=step).encode())
+        lost()
+    assert not exhausted()
+    os.kill(group.rank(1), signal.SIGKILL)
+    wait_until(exhausted, what="the end of the agent")
+    [message] = exhausted()
+    assert re.fullmatch(r"1 restarts without a step .*: rank [01] \(pid \d+\) ended with exit code .*", message)
