@@ -284,9 +284,12 @@ def test_killed_node_restarts_while_its_old_arena_is_mapped_and_read(dcs: Dcs) -
 
 
 # -- trust -------------------------------------------------------------------------------------------------------------
-def test_flipped_bit_after_the_nodes_verification_is_found_by_readers_that_verify(dcs: Dcs) -> None:
-    node = dcs.start(verify_every_s=3600)
+@pytest.mark.parametrize("disk", [False, True])
+def test_flipped_bit_after_the_nodes_verification_is_found_by_readers_that_verify(disk: bool, dcs: Dcs) -> None:
+    node = dcs.start(verify_every_s=3600, **({} if disk else {"disk_bytes": 0}))
     publish(dcs.publisher(), [1])
+    if disk:
+        dcs.await_saved(dcs.wire(node))
     with dcs.puller().pull("policy", 1) as pulled, open(node.arena_path, "r+b") as arena:
         digest, offset, nbytes = pulled.chunks()[0]
         arena.seek(offset + nbytes // 2)
@@ -301,7 +304,11 @@ def test_flipped_bit_after_the_nodes_verification_is_found_by_readers_that_verif
         assert len(list(load_tensors(pulled.reference()))) == 4, "within verify_every_s the node's word is trusted"
         pulled.confirm()
     dcs.start("b", verify_every_s=3600)
-    with pytest.raises(ChunkCorrupt, match=digest):  # another node verifies what it receives
+    if disk:  # another node verifies what it receives, and then has this one look at what it has
+        with dcs.puller("b").pull("policy", 1) as pulled:
+            assert len(list(load_tensors(pulled.reference(verify=True)))) == 4
+        return
+    with pytest.raises(ChunkCorrupt, match=digest):
         dcs.puller("b").pull("policy", 1)
 
 
