@@ -124,7 +124,7 @@ class SimNode:
     """A checkpoint node."""
 
     def __init__(self, world: CatalogWorld, name: str, *, disk: bool) -> None:
-        self.world, self.name, self.starts = world, name, 0
+        self.world, self.name, self.starts, self.killed_at = world, name, 0, 0
         self.files: dict[str, bytearray] | None = {} if disk else None
         """What is on its disk; None: it has none."""
         self.etcd = SimClient(world.model, lambda: world.now)
@@ -391,6 +391,8 @@ class CatalogWorld:
         self.publishers, self._next_content = list[SimPublisher](), 1
         self._changes = 0
         """How often a node has ended or begun."""
+        self._committed_at = dict[int, int]()
+        """Version → that number when it was committed."""
         self._lost = set[str]()
         """Chunks whose last copy this world has taken."""
         self._highest = 0
@@ -556,6 +558,7 @@ class CatalogWorld:
             return
         self._take(node, node.kill)
         self._changes += 1
+        node.killed_at = self._changes
         self.counts["node killed"] += 1
 
     def _take(self, node: SimNode, how: Callable[[], None]) -> None:
@@ -570,7 +573,8 @@ class CatalogWorld:
         sound = node.sound()
         kept = {digest for digest, is_written in sound.items() if is_written}
         for version in self._committed():
-            if node.name in version.sources:
+            lost_all = node.files is None and node.killed_at > self._committed_at[version.number]
+            if node.name in version.sources and not lost_all:
                 kept |= sound.keys() & {version.manifest, *chunks_of(int(version.meta["content"]))}
         return kept
 
@@ -633,6 +637,8 @@ class CatalogWorld:
         if not kv.key.startswith(KEYS.versions_prefix(STREAM)):
             return
         version = Version.decode(kv.value)
+        if version.state is VersionState.COMMITTED:
+            self._committed_at.setdefault(version.number, self._changes)
         if kv.version == 1:
             if version.number <= self._highest:
                 raise Violation("I3", f"number {version.number} was taken twice")

@@ -4,7 +4,6 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 
 from elastic_rl.dcs.client import DcsClient
@@ -15,7 +14,7 @@ from elastic_rl.errors import ChunkCorrupt, ChunkMissing, NodeUnavailable
 from elastic_rl.etcd.records import Version
 
 _ROUNDS = 3
-"""How often a node may drop a chunk that it has just fetched, by a garbage collection, before the reading fails."""
+"""How often a node may drop a chunk that it has just fetched, or send other bytes, before the reading fails."""
 _Connect = Callable[[], NodeConnection]
 
 
@@ -40,23 +39,21 @@ class ChunkReader:
         return b"".join(found)
 
     def _chunk(self, digest: str) -> bytes:
+        """The connection is that of others too: a hold of it would end with theirs, or theirs with it. So a garbage
+        collection may come between the fetch and the reading; and the node's memory may have rotted since it has
+        compared it. Then the node looks again, and gets another copy where it needs one."""
         connection = self._connection()
-        data = self._fetched(connection, digest)
-        if not matches(data, digest):  # its memory may have rotted since it has compared it, and its disk not
-            data = bytes(connection.get(digest, verify=True))
-        if not matches(data, digest):
-            raise ChunkCorrupt(f"node {connection.node.id} sent other bytes than those of chunk {digest}")
-        return data
-
-    @staticmethod
-    def _fetched(connection: NodeConnection, digest: str) -> bytes:
-        """The connection is that of others too: a hold of it would end with theirs, or theirs with it."""
-        for _ in range(_ROUNDS - 1):
+        for further in reversed(range(_ROUNDS)):
             connection.fetch([digest])
-            with suppress(ChunkMissing):
-                return bytes(connection.get(digest))
-        connection.fetch([digest])
-        return bytes(connection.get(digest))
+            try:
+                data = bytes(connection.get(digest, verify=further < _ROUNDS - 1))
+            except ChunkMissing:
+                if not further:
+                    raise
+                continue
+            if matches(data, digest):
+                return data
+        raise ChunkCorrupt(f"node {connection.node.id} sent other bytes than those of chunk {digest}")
 
     def _connection(self) -> NodeConnection:
         last = NodeUnavailable("no DCS node is registered", hint="is the cluster up? `elastic-rl status`")
