@@ -27,6 +27,7 @@ from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.codecs.digests import digest_of, matches
 from elastic_rl.dcs.connection import NodeConnection
+from elastic_rl.dcs.fetch import chunk_reader
 from elastic_rl.dcs.fetch.chunk_reader import ChunkReader
 from elastic_rl.dcs.fetch.executor import FetchExecutor
 from elastic_rl.dcs.fetch.fetcher import Fetcher
@@ -65,8 +66,6 @@ ACTIONS = 55
 """Things that happen in a run, beside those that happen between two calls of another."""
 GRACE_S, KEPT = 8.0, 2
 DISK_BYTES = 1 << 16
-MOST_SWEEPS = 3
-"""Garbage collections in the middle of one reading with which it may end: each may drop what was got for it."""
 OWNER = -1
 """The connection as which a node gets chunks for itself."""
 SETTINGS = DcsConfig()
@@ -392,7 +391,7 @@ class CatalogWorld:
         self._changes = 0
         """How often a node has ended or begun."""
         self._committed_at = dict[int, int]()
-        """Version → that number when it was committed."""
+        """Version → ``_changes`` when it was committed."""
         self._lost = set[str]()
         """Chunks whose last copy this world has taken."""
         self._highest = 0
@@ -448,10 +447,10 @@ class CatalogWorld:
             self._sweep()
             self._pass_time(GRACE_S)
 
-    def _require_dropped(self, superfluous: Callable[[set[str]], set[str]]) -> None:
-        """``superfluous``: of the chunks that a node has, those that no version needs."""
+    def _require_dropped(self, unneeded: Callable[[set[str]], set[str]]) -> None:
+        """``unneeded``: of the chunks that a node has, those that no version needs."""
         for node in self.nodes:
-            if more := superfluous({*node.table._chunks}):
+            if more := unneeded({*node.table._chunks}):
                 raise Violation("I3", f"node {node.name} keeps {len(more)} chunks that no version needs")
 
     def _committed(self) -> list[Version]:
@@ -615,7 +614,7 @@ class CatalogWorld:
             of_version = {version.manifest, *chunks_of(int(version.meta["content"]))}
             is_away = self._changes > changes or not is_whole  # a node may have the copy, and was not there
             if is_pinned() and not is_away and self._lost.isdisjoint(of_version) and (
-                    self.counts["sweeps"] < sweeps + MOST_SWEEPS):
+                    self.counts["sweeps"] < sweeps + chunk_reader.ROUNDS):
                 raise Violation("I3", f"a reader that pins version {version.number} does not get it: "
                                       f"{e.message}") from e
             raise

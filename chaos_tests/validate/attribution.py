@@ -120,7 +120,7 @@ class _Account:
     left: int
     """Alerts of ``main`` that it may still give."""
     role: str = ""
-    """Of the roles, the one whose member it ends; "": any, or none."""
+    """The role whose member it ends, of the roles of a job; "": any, or none."""
     others: set[tuple[str, str]] = field(default_factory=set)
     """Components, with the subject, that had their alert."""
     consequences: set[tuple[str, str]] = field(default_factory=set)

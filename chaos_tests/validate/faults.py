@@ -40,7 +40,7 @@ under load."""
 _SILENT_S = 120.0
 """A job that makes no step for so long during a fault has to say what it waits for."""
 _RECOVERIES = 2
-"""Longest recoveries that the time without a step may be: further faults may strike before it has recovered."""
+"""The time without a step may be as long as so many of the longest recoveries: further faults may strike meanwhile."""
 _SAID_S = 10.0
 """Words that come closer to one another count once."""
 _NOTICE_S = 60.0

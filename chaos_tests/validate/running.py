@@ -55,7 +55,7 @@ class Patience:
 
     @property
     def start_s(self) -> float:
-        """From the begin of the run to the first step of its job: nothing that was lost needs more than all of it."""
+        """The job had its first step so long after the run began: nothing that was lost needs more than all of that."""
         return max(0.0, self._first_step - self._began)
 
     @property

@@ -25,7 +25,7 @@ from elastic_rl.faults import ptrace
 from elastic_rl.runtime.waiting import wait_until
 
 _STOP_S = 30.0
-"""Longest time to find the process with no thread at the code that is written to."""
+"""Longest time until the process is stopped with no thread at the code that is written to, in seconds."""
 _FUNCTION = b"__vdso_clock_gettime"
 _BEFORE, _AFTER = bytes.fromhex(
     "b8e4000000"  # mov eax, SYS_clock_gettime
@@ -45,7 +45,7 @@ _PT_LOAD, _PT_DYNAMIC, _DT_HASH, _DT_STRTAB, _DT_SYMTAB = 1, 2, 4, 5, 6
 
 
 def possible() -> bool:
-    """Whether this process may do it to others of its user, on this kernel."""
+    """Whether this process may set the clocks of others of its user, on this kernel."""
     try:
         return ptrace.allowed() and bool(_function())
     except ConfigError:
@@ -53,7 +53,7 @@ def possible() -> bool:
 
 
 def set_by(pid: int, seconds: int) -> str:
-    """The wall clock of a process is so many seconds ahead of the machine's, or behind it, until ``put_right``. Returns
+    """The wall clock of a process is so many seconds ahead of the machine's, or behind it, until ``reset``. Returns
     what was done. Raises ConfigError where that is not possible, DeadlineExceeded for a process that cannot be stopped,
     and ProcessLookupError for one that has ended."""
     address, own = _place(pid)
@@ -65,7 +65,7 @@ def set_by(pid: int, seconds: int) -> str:
     return f"the wall clock of pid {pid} was set {'back' if seconds < 0 else 'ahead'} by {abs(seconds)} s"
 
 
-def put_right(pid: int) -> bool:
+def reset(pid: int) -> bool:
     """The process has the wall clock of the machine again, and goes on where ``set_by`` was killed while it was
     stopped. Returns whether there was anything to do. Raises as ``set_by``."""
     address, own = _place(pid)
@@ -121,9 +121,10 @@ def _counters(pid: int) -> list[int] | None:
     middle of a system call of the kernel's alone stops after it."""
     try:
         threads = [*Path(f"/proc/{pid}/task").iterdir()]
-        if any(_state(thread) not in _STILL for thread in threads):
+        states = {thread: _state(thread) for thread in threads}
+        if not _STILL.issuperset(states.values()):
             return None
-        return [_counter(thread) for thread in threads if _state(thread) not in _ENDED]
+        return [_counter(thread) for thread, state in states.items() if state not in _ENDED]
     except (FileNotFoundError, ProcessLookupError):
         if not Path(f"/proc/{pid}").exists():
             raise ProcessLookupError(f"pid {pid} has ended") from None

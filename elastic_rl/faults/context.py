@@ -39,7 +39,7 @@ from elastic_rl.runtime.waiting import wait_until
 
 INJECT_TIMEOUT_S = 600.0
 _AHEAD_S = 5.0
-"""By which clocks of hosts may differ."""
+"""Seconds by which the clocks of hosts may differ."""
 AWAY_PAUSES_S = (1.0, 1.0)
 """First and longest pause between two readings while etcd does not answer."""
 T = TypeVar("T")

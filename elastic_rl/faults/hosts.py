@@ -80,7 +80,7 @@ class HostsContext(FaultContext):
         return [*self._names.values()]
 
     def others(self, host: str) -> list[str]:
-        """Those without a fault first: what another fault does to a host is no witness of this one."""
+        """The other hosts, those without a fault first: what another fault does to a host is no witness of this one."""
         with self._lock:
             return sorted((name for name in self.names if name != host), key=lambda name: name in self._taken_hosts)
 

@@ -228,7 +228,7 @@ class Struck(Killed):
         return f"pid {pid} was sent SIGTERM and seen to end"
 
     def _set_clock(self, pid: int, by_s: int) -> str:
-        with self.context.undo.noted(Undo.PUT_CLOCK_RIGHT, pid):
+        with self.context.undo.noted(Undo.RESET_CLOCK, pid):
             with self.context.striking(f"the wall clock of pid {pid} was set"):
                 witness = clock.set_by(pid, by_s)
             self.context.ended.wait(self.seconds)

@@ -46,7 +46,7 @@ class Undo(StrEnum):
     """SIGCONT to the process ``pid``."""
     UNLIMIT = "unlimit"
     """The process ``pid`` gets back the limit ``limit`` of the size of its files."""
-    PUT_CLOCK_RIGHT = "put clock right"
+    RESET_CLOCK = "reset clock"
     """The process ``pid`` has the wall clock of the machine again."""
     END = "end"
     """The process ``pid``, which is one that the fault has started, is killed, with its group where it leads one."""
@@ -208,8 +208,8 @@ def _undo_of_process(undo: Undo, entry: dict[str, Any]) -> bool:
             was_limited = resource.prlimit(pid, resource.RLIMIT_FSIZE) != limit
             resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
             return was_limited
-        if undo is Undo.PUT_CLOCK_RIGHT:
-            return clock.put_right(pid)
+        if undo is Undo.RESET_CLOCK:
+            return clock.reset(pid)
         if os.getpgid(pid) == pid:
             os.killpg(pid, signal.SIGKILL)
         else:

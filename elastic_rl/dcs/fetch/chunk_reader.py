@@ -13,7 +13,7 @@ from elastic_rl.dcs.manifest import Manifest, TensorEntry
 from elastic_rl.errors import ChunkCorrupt, ChunkMissing, NodeUnavailable
 from elastic_rl.etcd.records import Version
 
-_ROUNDS = 3
+ROUNDS = 3
 """How often a node may drop a chunk that it has just fetched, or send other bytes, before the reading fails."""
 _Connect = Callable[[], NodeConnection]
 
@@ -43,10 +43,10 @@ class ChunkReader:
         collection may come between the fetch and the reading; and the node's memory may have rotted since it has
         compared it. Then the node looks again, and gets another copy where it needs one."""
         connection = self._connection()
-        for further in reversed(range(_ROUNDS)):
+        for further in reversed(range(ROUNDS)):
             connection.fetch([digest])
             try:
-                data = bytes(connection.get(digest, verify=further < _ROUNDS - 1))
+                data = bytes(connection.get(digest, verify=further < ROUNDS - 1))
             except ChunkMissing:
                 if not further:
                     raise

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import psutil
 import pytest
+from support.python_child import running
 from support.waiting import wait_until
 
 from elastic_rl import config
@@ -44,16 +42,6 @@ for _ in range(4):
 NEAR_S = 300.0
 
 
-@contextmanager
-def running(code: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def offset(process: subprocess.Popen[str]) -> float:
     """Seconds by which the process's wall clock is ahead; its monotonic clock is the machine's."""
     assert process.stdin is not None and process.stdout is not None
@@ -66,15 +54,15 @@ def offset(process: subprocess.Popen[str]) -> float:
 
 @pytest.mark.parametrize("seconds", [-3600, 3600, 86400 * 365])
 @pytest.mark.parametrize("code", [TELLS, SPINS])
-def test_clock_of_one_process_is_set_and_put_right(code: str, seconds: int) -> None:
+def test_clock_of_one_process_is_set_and_reset(code: str, seconds: int) -> None:
     with running(code) as process, running(TELLS) as other:
         assert abs(offset(process)) < NEAR_S
         assert f"{abs(seconds)} s" in clock.set_by(process.pid, seconds)
         assert abs(offset(process) - seconds) < NEAR_S and abs(offset(other)) < NEAR_S
         clock.set_by(process.pid, 2 * seconds)  # instead, not on top
         assert abs(offset(process) - 2 * seconds) < NEAR_S
-        assert clock.put_right(process.pid) and abs(offset(process)) < NEAR_S
-        assert not clock.put_right(process.pid)
+        assert clock.reset(process.pid) and abs(offset(process)) < NEAR_S
+        assert not clock.reset(process.pid)
         assert abs(time.time() - psutil.Process(other.pid).create_time()) < NEAR_S, "this process's clock is untouched"
 
 
@@ -83,15 +71,19 @@ def test_process_that_reads_its_clock_all_the_time_survives_each_change() -> Non
         assert abs(offset(process)) < NEAR_S
         for n in range(30):
             clock.set_by(process.pid, (-1) ** n * 3600)
-            assert clock.put_right(process.pid)
+            assert clock.reset(process.pid)
         assert abs(offset(process)) < NEAR_S and process.poll() is None
 
 
+@pytest.fixture
+def context(tmp_path: Path) -> FaultContext:
+    return FaultContext(config.parse({"job": "j", "run_dir": str(tmp_path)}), cast(Any, None), Keys("j"),
+                        cast(Any, None), undo=UndoRegistry(tmp_path))
+
+
 @pytest.mark.parametrize(("way", "seconds"), [(Way.CLOCK_SET_BACK, -3600), (Way.CLOCK_SET_AHEAD, 3600)])
-def test_struck_process_has_the_wrong_clock_until_the_fault_is_over(way: Way, seconds: int, tmp_path: Path,
-                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    context = FaultContext(config.parse({"job": "j", "run_dir": str(tmp_path)}), cast(Any, None), Keys("j"),
-                           cast(Any, None), undo=UndoRegistry(tmp_path))
+def test_struck_process_has_the_wrong_clock_until_the_fault_is_over(
+        way: Way, seconds: int, context: FaultContext, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(TELLS) as process, ThreadPoolExecutor(1) as pool:
         assert abs(offset(process)) < NEAR_S
         monkeypatch.setitem(cast(Any, PROCESS_KINDS), "dcs", ProcessKind("dcs", lambda of: [process.pid], "dcs"))
@@ -104,9 +96,8 @@ def test_struck_process_has_the_wrong_clock_until_the_fault_is_over(way: Way, se
         assert abs(offset(process)) < NEAR_S and context.undo.pending() == []
 
 
-def test_fault_whose_process_ends_meanwhile_has_no_witness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    context = FaultContext(config.parse({"job": "j", "run_dir": str(tmp_path)}), cast(Any, None), Keys("j"),
-                           cast(Any, None), undo=UndoRegistry(tmp_path))
+def test_fault_whose_process_ends_meanwhile_has_no_witness(context: FaultContext,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     with running(TELLS) as process, ThreadPoolExecutor(1) as pool:
         assert abs(offset(process)) < NEAR_S
         monkeypatch.setitem(cast(Any, PROCESS_KINDS), "dcs", ProcessKind("dcs", lambda of: [process.pid], "dcs"))
@@ -118,22 +109,22 @@ def test_fault_whose_process_ends_meanwhile_has_no_witness(tmp_path: Path, monke
         assert struck.result(60)[1] == "" and context.undo.pending() == []
 
 
-def test_clock_that_somebody_has_set_is_put_right_by_whoever_comes_next(tmp_path: Path) -> None:
+def test_clock_that_somebody_has_set_is_reset_by_whoever_comes_next(tmp_path: Path) -> None:
     with running(TELLS) as process:
-        UndoRegistry(tmp_path).note(Undo.PUT_CLOCK_RIGHT, process.pid)
+        UndoRegistry(tmp_path).note(Undo.RESET_CLOCK, process.pid)
         clock.set_by(process.pid, 3600)
         os.kill(process.pid, signal.SIGSTOP)  # it was killed while it set the clock
-        assert undo_all(tmp_path).done == [f"put clock right {process.pid}"]
+        assert undo_all(tmp_path).done == [f"reset clock {process.pid}"]
         assert abs(offset(process)) < NEAR_S, "it goes on, with the clock of the machine"
         assert undo_all(tmp_path).done == [] and undo_all(tmp_path).failed == []
 
 
 def test_process_that_has_ended_is_said_to_have_ended(tmp_path: Path) -> None:
     with running(TELLS) as process:
-        UndoRegistry(tmp_path).note(Undo.PUT_CLOCK_RIGHT, process.pid)
+        UndoRegistry(tmp_path).note(Undo.RESET_CLOCK, process.pid)
         process.kill()
         process.wait()
-        for act in (lambda: clock.set_by(process.pid, 3600), lambda: clock.put_right(process.pid)):
+        for act in (lambda: clock.set_by(process.pid, 3600), lambda: clock.reset(process.pid)):
             with pytest.raises(ProcessLookupError):
                 act()
         assert undo_all(tmp_path).failed == []

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from support.python_child import running
 from support.waiting import wait_until
 
 from elastic_rl.errors import ConfigError, DeadlineExceeded
@@ -31,16 +30,6 @@ threading.Thread(target=work, daemon=True).start()
 for line in sys.stdin:
     print(line, end='', flush=True)
 """
-
-
-@contextmanager
-def running(code: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.parametrize("code", [SLEEPS, COMPUTES])
