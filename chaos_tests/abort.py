@@ -46,9 +46,11 @@ class AbortSwitch:
 
     @property
     def why(self) -> str:
-        """Why the run is to end early; "" as long as it is not."""
-        if not self._requested.is_set() and self._file.exists():
+        """Why the run is to end early; "" as long as it is not. The file is gone once the run has seen it, for whoever
+        has made it."""
+        if self._file.exists():
             self.request(_BY_FILE)
+            self._file.unlink(missing_ok=True)
         return self._why
 
     def wait(self, timeout_s: float) -> None:
@@ -111,22 +113,24 @@ def is_running(folder: Path) -> bool:
 
 
 def abort(folder: Path) -> Undone | None:
-    """Has the run in a folder end, and returns None once its process has undone what faults have stopped. Where that is
-    gone, this undoes what they have left, and returns what it did. Raises ConfigError for a folder without a run, and
+    """Has the run in a folder end, and returns None once its process has seen that and has undone what faults have
+    stopped; it may take long to see it only while its cluster starts, before any fault. Where the process is gone, this
+    undoes what its faults have left, and returns what it did. Raises ConfigError for a folder without a run, and
     DeadlineExceeded for one whose process does not react."""
     if not (folder / LOCK_FILE).exists():
         raise ConfigError(f"no chaos run was in {folder}", hint="name the folder that `elastic-rl chaos run` has said")
     if is_running(folder):
-        _opened(folder / ABORT_FILE, os.O_WRONLY | os.O_CREAT).close()
-        registry = UndoRegistry(folder)
+        file, registry = folder / ABORT_FILE, UndoRegistry(folder)
+        _opened(file, os.O_WRONLY | os.O_CREAT).close()
         try:
-            wait_until(lambda: not registry.pending() or not is_running(folder), timeout_s=_REACTS_S,
+            wait_until(lambda: not (file.exists() or registry.pending()) or not is_running(folder), timeout_s=_REACTS_S,
                        what="the undo of what the run has done", poll_s=0.2)
         except DeadlineExceeded as e:
-            raise DeadlineExceeded(
-                f"the process of the run in {folder} has not undone what its faults did in {_REACTS_S:g} s: it is "
-                "stopped, or hangs", hint="kill -9 that `chaos run`, and say `chaos abort` again, which undoes it then"
-            ) from e
+            if registry.pending():
+                raise DeadlineExceeded(
+                    f"the process of the run in {folder} has not undone what its faults did in {_REACTS_S:g} s: it is "
+                    "stopped, or hangs",
+                    hint="kill -9 that `chaos run`, and say `chaos abort` again, which undoes it then") from e
         if not registry.pending():
             return None
     return undo_all(folder)

@@ -28,6 +28,7 @@ class Kind(StrEnum):
     RUN = "run"
     """First record. ``form``, ``scenario``, ``seed``, ``schedule`` (as its JSON object, without secrets), ``target``,
     ``arguments`` (words of a command line that name the job and what of it may be struck, where it ran before),
+    ``recovery_s`` (after which it gives a recovery up; records of earlier releases have none: 900),
     ``settings`` (of the job, without secrets), ``versions`` (package → version), ``commit``, ``baseline`` (whether it
     is the fault-free run), ``traffic`` (its names in ``chaos_tests.traffic.workloads``), ``floor`` (the least that
     makes it worth something: ``steps`` before the first fault, ``answers`` of clients), ``must_see`` (rules that must
@@ -143,6 +144,7 @@ _ALERTS = _or_none(_list_of(_with(dict.fromkeys(("id", "kind", "subject", "messa
 _FORMS: Mapping[str, Sequence[tuple[Sequence[str], Form, bool]]] = {
     Kind.RUN: ((("scenario", "target", "commit"), _TEXT, False),
                (("arguments", "traffic", "must_see"), _TEXTS, False), (("floor",), _NUMBERS, False),
+               (("recovery_s",), _TIME, False),
                (("schedule",), lambda value: type(value) is dict and _STRIKES(value.get("strikes")), False),
                (("settings", "versions"), _OBJECT, False)),
     Kind.FAULT: ((("name",), _TEXT, True), (("breaks",), _TEXT, False), (("parts", "seen_in"), _TEXTS, False),

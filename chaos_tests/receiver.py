@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 _TITLE = re.compile(r"\[(?:FIRING|RESOLVED|EVENT)\] [^:]+: (?P<kind>\S+) (?P<subject>.+)")
 _LINE = re.compile(r"(?P<kind>\S+) (?P<subject>.+?): .* id=(?P<id>\S+)")
-_TRAILER = re.compile(r"^(?:ids?=(?P<ids>\S+) )?phase=(?P<phase>\w+) ", re.MULTILINE)
+_TRAILER = re.compile(r"(?:ids?=(?P<ids>\S+) )?phase=(?P<phase>\w+) ")
 _MAX_BYTES = 1 << 20
 _IP_FREEBIND = 15
 """Option of a socket of Linux that may have an address which this machine is going to have."""
@@ -32,7 +32,8 @@ class Notice:
 
 def notices(title: str, body: str) -> Iterator[Notice]:
     """The alerts that a notification is about; none for what is no notification of an alert. Pure."""
-    if (trailer := _TRAILER.search(body)) is None:
+    *lines, last = body.splitlines() or [""]
+    if (trailer := _TRAILER.match(last)) is None:
         return
     phase = trailer["phase"]
     ids = (trailer["ids"] or "").split(",") if trailer["ids"] else []
@@ -41,7 +42,7 @@ def notices(title: str, body: str) -> Iterator[Notice]:
     elif ids:
         yield from (Notice("", "", phase, each) for each in ids)
     else:
-        for line in body.splitlines():
+        for line in lines:
             if found := _LINE.fullmatch(line):
                 yield Notice(found["kind"], found["subject"], phase, found["id"])
 

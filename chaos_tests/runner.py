@@ -37,7 +37,7 @@ from chaos_tests.target_hosts import hosts_cluster, receiver_address
 from chaos_tests.traffic.traffic import Traffic
 from chaos_tests.traffic.watchers import Watcher
 from chaos_tests.traffic.workloads import WORKLOADS
-from chaos_tests.validate.running import Presence
+from chaos_tests.validate.running import RECOVERY_S, Presence
 from chaos_tests.validate.verdict import OWN_TARGETS, RUN, State
 from elastic_rl.config import Config, secrets
 from elastic_rl.coordinator.alerts.state_machine import Phase
@@ -87,7 +87,7 @@ class Limits:
 
     overlap: int = 1
     """Strikes that may be under way at once."""
-    recovery_s: float = 900.0
+    recovery_s: float = RECOVERY_S
     """A fault from which the job has not recovered after so long is given up."""
     late: float = 3.0
     """A run by time ends when its minutes are over and each of its faults has had its turn, and after so many times its
@@ -126,12 +126,10 @@ class Outcome:
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
-def run(schedule: Schedule, folder: Path, *, baseline: bool | None = None, say: Say = log.info,
-        switch: OnSwitch = lambda switch: None) -> Outcome:
-    """Runs a schedule on a cluster of its own. ``baseline``: whether the job runs without faults first; None: as its
-    scenario has it. ``switch``: called with the run's abort switch before anything is started. Raises ConfigError for a
-    schedule of an unknown scenario, or a folder with results, and another ElasticRLError where the cluster or its job
-    cannot be started."""
+def run(schedule: Schedule, folder: Path, *, say: Say = log.info, switch: OnSwitch = lambda switch: None) -> Outcome:
+    """Runs a schedule on a cluster of its own. ``switch``: called with the run's abort switch before anything is
+    started. Raises ConfigError for a schedule of an unknown scenario, or a folder with results, and another
+    ElasticRLError where the cluster or its job cannot be started."""
     scenario = scenario_of(schedule)
     require_client()
     if scenario.tier is Tier.TEST_HOSTS:
@@ -140,7 +138,7 @@ def run(schedule: Schedule, folder: Path, *, baseline: bool | None = None, say: 
     with abort.running(folder) as aborts:
         _prepare(schedule, folder)
         switch(aborts)
-        if scenario.baseline if baseline is None else baseline:
+        if scenario.baseline if schedule.baseline is None else schedule.baseline:
             say("the baseline: the same job without faults")
             (folder / BASELINE).mkdir(mode=0o700)
             _run_own(scenario, replace(schedule, strikes=()), folder / BASELINE, aborts, say, baseline=True)
@@ -160,8 +158,7 @@ def run_attached(schedule: Schedule, folder: Path, target: Target, limits: Limit
     with abort.running(folder) as aborts:
         _prepare(schedule, folder)
         switch(aborts)
-        with _log_of(folder, schedule, target.cfg, target.name, baseline=False, arguments=limits.arguments
-                     ) as event_log:
+        with _log_of(folder, schedule, target.cfg, target.name, limits, baseline=False) as event_log:
             end = _Play(target, scenario, schedule, folder, event_log, aborts, limits, say).follow()
             _write_end(event_log, end, aborts)
         return _reported(folder)
@@ -213,10 +210,10 @@ def _run_own(scenario: Scenario, schedule: Schedule, folder: Path, aborts: Abort
     try:
         cfg = own_config(folder, {**scenario.settings, "train.steps": schedule.steps or _BY_TIME_STEPS,
                                   "alerts.urls": [receiver.url]}, schedule.settings, seed=schedule.seed)
-        with _log_of(folder, schedule, cfg, scenario.tier.value, baseline=baseline) as event_log:
+        limits = Limits(scenario.overlap, late=scenario.late)
+        with _log_of(folder, schedule, cfg, scenario.tier.value, limits, baseline=baseline) as event_log:
             with make(cfg, say=say, on_leftover=lambda what: event_log.write(Kind.LEFTOVER, what=what)) as target:
-                end = _Play(target, scenario, schedule, folder, event_log, aborts,
-                            Limits(scenario.overlap, late=scenario.late), say).follow()
+                end = _Play(target, scenario, schedule, folder, event_log, aborts, limits, say).follow()
             for at, notice in notices:
                 event_log.write(Kind.NOTIFICATION, at=at, **asdict(notice))
             _write_end(event_log, end, aborts)
@@ -229,14 +226,14 @@ def _write_end(event_log: EventLog, end: Mapping[str, Any], aborts: AbortSwitch)
 
 
 @contextmanager
-def _log_of(folder: Path, schedule: Schedule, cfg: Config, target: str, *, baseline: bool,
-            arguments: Sequence[str] = ()) -> Iterator[EventLog]:
+def _log_of(folder: Path, schedule: Schedule, cfg: Config, target: str, limits: Limits, *, baseline: bool
+            ) -> Iterator[EventLog]:
     scenario, event_log = scenario_of(schedule), EventLog(folder / EVENTS)
     traffic = scenario.traffic if target in OWN_TARGETS else ()
     try:
         event_log.write(
             Kind.RUN, form=FORM, scenario=schedule.scenario, seed=schedule.seed, target=target, baseline=baseline,
-            schedule=json.loads(shown(schedule).to_json()), arguments=[*arguments],
+            schedule=json.loads(shown(schedule).to_json()), arguments=[*limits.arguments], recovery_s=limits.recovery_s,
             settings=secrets.redacted(cfg.model_dump(mode="json")),
             versions=_versions(), commit=_commit(), traffic=[*traffic],
             must_see=must_see(schedule, own=target in OWN_TARGETS,

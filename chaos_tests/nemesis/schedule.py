@@ -45,6 +45,8 @@ class Schedule:
     scenario: str = ""
     settings: tuple[str, ...] = ()
     """Settings of the job beside those of its scenario, each as ``--key.sub=value``."""
+    baseline: bool | None = None
+    """Whether the job runs without faults first; None: as its scenario has it."""
 
     @property
     def faults(self) -> int:
@@ -72,7 +74,7 @@ class Schedule:
             strikes = tuple(Strike(_whole(s["step"]), _words(s["faults"]), _number(s["second"]))
                             for s in read["strikes"])
             found = cls(_whole(read["seed"]), _whole(read["steps"]), strikes, _number(read["minutes"]),
-                        _word(read["scenario"]), _words(read["settings"]))
+                        _word(read["scenario"]), _words(read["settings"]), _choice(read.get("baseline")))
         except (KeyError, TypeError, OverflowError) as e:
             raise ValueError(f"the schedule cannot be read: {type(e).__name__} {e}") from e
         if not all(strike.faults and len(set(strike.faults)) == len(strike.faults) for strike in strikes):
@@ -108,6 +110,12 @@ def _word(value: Any) -> str:
     if type(value) is not str:
         raise TypeError(f"{str(value)[:40]!r} is no text")
     return value
+
+
+def _choice(value: Any) -> bool | None:
+    if type(value) not in (bool, type(None)):
+        raise TypeError(f"{str(value)[:40]!r} is not true, false or null")
+    return value  # type: ignore[no-any-return]
 
 
 def _words(value: Any) -> tuple[str, ...]:

@@ -84,9 +84,11 @@ def reproduce(run: Event) -> str:
     length = (["--minutes", f"{schedule['minutes']:g}"] if schedule.get("minutes") else
               ["--steps", str(schedule.get("steps", 0))])
     faults = sum(len(strike["faults"]) for strike in schedule.get("strikes") or ())
+    chosen = schedule.get("baseline")
+    baseline = [] if chosen is None else ["--baseline" if chosen is True else "--no-baseline"]
+    settings = filter(_is_setting, map(str, schedule.get("settings") or ()))
     return shlex.join(["elastic-rl", "chaos", "run", "--scenario", str(run["scenario"]), "--seed", str(run.get("seed")),
-                       *length, "--faults", str(faults), *filter(_is_setting, map(str, schedule.get("settings") or ())),
-                       *arguments(run)])
+                       *length, "--faults", str(faults), *baseline, *settings, *arguments(run)])
 
 
 def arguments(run: Event) -> list[str]:

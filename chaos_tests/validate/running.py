@@ -14,7 +14,8 @@ from elastic_rl.etcd.job_records import ENDED_PHASES
 from elastic_rl.etcd.keys import Keys
 
 RECOVERY_S = 900.0
-"""Longest that a part may be away, or an operation under way: as long as the injector waits for a recovery."""
+"""Longest that a part may be away, or an operation under way: as long as a run waits for a recovery that says no other
+time (``longest_recovery_s``)."""
 _JOB = Keys("j")
 STATUS, SPEC, EPOCH = below(_JOB.job_status()), below(_JOB.job_spec()), below(_JOB.epoch())
 MEMBERS, POOLS = below(_JOB.members_prefix()), below(_JOB.pools_prefix())
@@ -29,15 +30,22 @@ _STARTS, _FOUND_S = 3.0, 140.0
 ``coordinator.suspicion_s``, by which the leader stretches it where all cores are busy."""
 
 
+def longest_recovery_s(run: Event) -> float:
+    """So long the run has waited for a recovery before it gave up, by its record: ``--recovery-minutes`` where others
+    use its cluster."""
+    return float(run.get("recovery_s") or RECOVERY_S)
+
+
 class Patience:
     """How long a recovery may take, and how long what is short at the end of a run may have been short. Both follow
     from what the same run took, on the same machine, to start and to come back."""
 
     def __init__(self) -> None:
         self._began = self._first_step = self._longest = 0.0
+        self.longest_s = RECOVERY_S
 
     def begin(self, run: Event) -> None:
-        self._began = float(run.get("at", 0.0))
+        self._began, self.longest_s = float(run.get("at", 0.0)), longest_recovery_s(run)
 
     def see(self, event: Event) -> None:
         """A STEP or a FAULT."""
@@ -48,10 +56,10 @@ class Patience:
 
     @property
     def seconds(self) -> float:
-        """The limit in seconds; ``RECOVERY_S`` for a run without a step, of which nothing is known."""
+        """The limit in seconds; all that it would have waited for a run without a step, of which nothing is known."""
         if not self._first_step:
-            return RECOVERY_S
-        return min(RECOVERY_S, max(_LEAST_S, self.start_s, 2 * self._longest))
+            return self.longest_s
+        return min(self.longest_s, max(_LEAST_S, self.start_s, 2 * self._longest))
 
     @property
     def start_s(self) -> float:
@@ -61,7 +69,8 @@ class Patience:
     @property
     def recovery_s(self) -> float:
         """The most that one recovery may take: others go on beside it, and what was lost is first to be found."""
-        return min(RECOVERY_S, _FOUND_S + _STARTS * self.start_s) if self._first_step else RECOVERY_S
+        found = _FOUND_S + _STARTS * self.start_s if self._first_step else self.longest_s
+        return min(self.longest_s, found)
 
 
 @dataclass
@@ -80,7 +89,7 @@ class _Shortage:
 
 class _Shortages(Checker, ABC):
     """Times in which something is short, while its job runs. On a cluster of its own, a run asks its job to stop when
-    nothing is short, or after ``RECOVERY_S``: what is short then has not come back."""
+    nothing is short, or when it would give up a recovery: what is short then has not come back."""
 
     reads = frozenset({Kind.FAULT, Kind.STEP, Kind.STOP})
 
@@ -137,7 +146,7 @@ class _Shortages(Checker, ABC):
     def _close(self, one: _Shortage) -> None:
         one.until = self._at
         del self._open[one.scope, one.what]
-        if one.ended is None or one.until - one.since > RECOVERY_S or self.run.get("target") in OWN_TARGETS:
+        if one.ended is None or self._gave_up(one) or self.run.get("target") in OWN_TARGETS:
             self._ended.append(one)
 
     def finish(self, end: Event | None) -> None:
@@ -148,9 +157,13 @@ class _Shortages(Checker, ABC):
             if (why := self._why_violated(one)) is not None:
                 self.violated(f"{one.what} was short for {one.until - one.since:.0f} s{why}: {one.how}", one.proof)
 
+    def _gave_up(self, one: _Shortage) -> bool:
+        """Whether it lasted longer than a run waits for a recovery."""
+        return one.until - one.since > self._patience.longest_s
+
     def _why_violated(self, one: _Shortage) -> str | None:
         """How the sentence about its duration goes on, where it breaks the rule; else None."""
-        if one.until - one.since > RECOVERY_S:
+        if self._gave_up(one):
             return ""
         if self.run.get("target") not in OWN_TARGETS or self.end is None or self.end.get("aborted"):
             return None

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from chaos_tests.event_log import Event
 from chaos_tests.validate.replay import Step, Transaction, below
-from chaos_tests.validate.running import RECOVERY_S
+from chaos_tests.validate.running import longest_recovery_s
 from chaos_tests.validate.verdict import Checker
 from elastic_rl.etcd.job_records import ENDED_PHASES
 from elastic_rl.etcd.keys import Keys
@@ -286,7 +286,8 @@ class _Held:
 
 class KeptVersions(Checker):
     """No committed version that was not released is lost while fewer nodes fail than hold it. Where as many have
-    failed, the head is whole again, or another version is the head, within ``RECOVERY_S`` and when the job ends."""
+    failed, the head is whole again, or another version is the head, within the time after which a run gives a
+    recovery up, and when the job ends."""
 
     rule = "I3"
     keys = (_STREAMS, _SETS, _NODES, _STATUS)
@@ -372,7 +373,7 @@ class KeptVersions(Checker):
 
     def _found_again(self, scope: str, held: _Held) -> None:
         since, held.lost_at = held.lost_at, None
-        if since is not None and self._at - since > RECOVERY_S and self._is_head(scope, held):
+        if since is not None and self._at - since > longest_recovery_s(self.run) and self._is_head(scope, held):
             self._lost(scope, held, f"for {self._at - since:.0f} s")
 
     def _job_ended(self, scope: str) -> None:

@@ -137,7 +137,7 @@ def run(ctx: typer.Context,
         _attached(ctx, file, schedule, radius, out_folder, recovery_minutes, dry_run=dry_run, yes=yes, output=output)
     else:
         _require_no_file(file)
-        _own(ctx, schedule(None, None), out_folder, baseline, dry_run=dry_run, output=output)
+        _own(ctx, replace(schedule(None, None), baseline=baseline), out_folder, dry_run=dry_run, output=output)
 
 
 @app.command("replay", **EXTRA)
@@ -158,10 +158,10 @@ def replay(ctx: typer.Context, path: Annotated[Path, typer.Argument(metavar="FOL
         given = _settings(ctx)
         keys = {word.partition("=")[0] for word in given}
         kept = [word for word in schedule.settings if word.partition("=")[0] not in keys]
-        schedule = replace(schedule, settings=(*kept, *given))
+        schedule = replace(schedule, settings=(*kept, *given),
+                           baseline=schedule.baseline if baseline is None else baseline)
         _require_secrets(schedule)
-        _own(ctx, schedule, out_folder, baseline,
-             dry_run=dry_run, output=output)
+        _own(ctx, schedule, out_folder, dry_run=dry_run, output=output)
         return
     if not schedule.by_time:
         raise ConfigError("this schedule is by the steps of a job of its own", hint=(
@@ -184,7 +184,7 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
     from chaos_tests import report, runner
     from chaos_tests.abort import by_operator
     from chaos_tests.nemesis.schedule import shrunk
-    schedule = runner.schedule_at(path)
+    schedule = replace(runner.schedule_at(path), baseline=False)
     runner.scenario_of(schedule)
     _require_secrets(schedule)
     broken = frozenset[str]()
@@ -204,8 +204,7 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
     def fails(part: Schedule) -> bool:
         nonlocal runs
         runs += 1
-        outcome = _run_to_end(lambda switch: runner.run(part, folder / f"try-{runs}", baseline=False, say=_progress,
-                                                        switch=switch))
+        outcome = _run_to_end(lambda switch: runner.run(part, folder / f"try-{runs}", say=_progress, switch=switch))
         if by_operator(outcome.aborted):
             raise typer.Exit(Exit.INTERRUPTED)
         failed = bool(outcome.broken & broken) if broken else outcome.failed
@@ -392,8 +391,7 @@ def _drawn(scenario: str, seed: int, *, minutes: float, steps: int, faults: int 
         raise ConfigError(f"no schedule can be drawn: {e}", hint="give fewer --faults, or a longer run") from e
 
 
-def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, baseline: bool | None, *, dry_run: bool,
-         output: Format) -> None:
+def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, *, dry_run: bool, output: Format) -> None:
     from chaos_tests import blast_radius, runner
     from chaos_tests.faults.catalogue import met
     from chaos_tests.scenarios import Tier
@@ -417,8 +415,7 @@ def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, baseline: 
     folder = folder or _new_folder(schedule, location(ctx, None).run_dir)
     _undo_of_killed_runs(folder.parent)
     _progress(f"scenario {schedule.scenario}, seed {schedule.seed}: the results go to {folder}")
-    _show(_run_to_end(lambda switch: runner.run(schedule, folder, baseline=baseline, say=_progress, switch=switch)),
-          output)
+    _show(_run_to_end(lambda switch: runner.run(schedule, folder, say=_progress, switch=switch)), output)
 
 
 def _attached(ctx: typer.Context, file: Path | None, schedule_of: Callable[[Target, BlastRadius], Schedule],
@@ -541,6 +538,7 @@ def _new_folder(schedule: Schedule, run_dir: Path, what: str = "") -> Path:
 def _show(outcome: Outcome, output: Format, arguments: Sequence[str] = (), *, again: str = "") -> None:
     """Prints the outcome of a run, and ends the command with its code. ``arguments``: of the line that runs its
     schedule again; ``again``: another line that does, where there is no schedule."""
+    from chaos_tests.abort import by_operator
     again = again or shlex.join(["elastic-rl", "chaos", "replay", str(outcome.folder / "schedule.json"), *arguments])
     if output is Format.JSON:
         tables.write_json({**asdict(outcome), "folder": str(outcome.folder), "failed": outcome.failed, "again": again})
@@ -558,8 +556,7 @@ def _show(outcome: Outcome, output: Format, arguments: Sequence[str] = (), *, ag
         say(f"results  {outcome.folder}")
         say(f"again    {again}")
     if outcome.failed:
-        by_signal = outcome.aborted in {s.name for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        raise typer.Exit(Exit.INTERRUPTED if by_signal else Exit.FAILED)
+        raise typer.Exit(Exit.INTERRUPTED if by_operator(outcome.aborted) else Exit.FAILED)
 
 
 def _progress(line: str) -> None:

@@ -50,7 +50,8 @@ class EtcdPulsed(Killed):
         etcd = self.context.etcd
         lease = wait_until(lambda: etcd.grant(_LEASE_S), timeout_s=INJECT_TIMEOUT_S, what="a lease")
         with ThreadPoolExecutor(_WRITERS) as threads:
-            writers = [threads.submit(self._lost, lease, n, over) for n in range(_WRITERS)] * self.loses_answers
+            writers = [threads.submit(self._lost, lease, n, over)
+                       for n in range(_WRITERS if self.loses_answers else 0)]
             try:
                 self.at, end = time.time(), time.monotonic() + self.seconds
                 while time.monotonic() < end and not self.context.ended.is_set():

@@ -12,10 +12,8 @@ from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults import states
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, VictimTaken, stopped
 from elastic_rl.faults.kinds import Killed
-from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.service_files import node_service
 from elastic_rl.runtime.waiting import wait_until
-from elastic_rl.trainer.service.client import TrainerClient
 
 
 class _Outage(Killed):
@@ -149,11 +147,11 @@ class SecondActor(_Outage):
         self.seconds, self.term = seconds, 0
 
     def inject(self) -> tuple[str, str]:
-        etcd, keys, cfg = self.context.etcd, self.context.keys, self.context.cfg
+        etcd, keys = self.context.etcd, self.context.keys
         epoch = fencing.current_epoch(etcd, keys)
         with self.context.striking("another actor has begun a term"):
             self.term = fencing.begin_term(etcd, keys, epoch, "second actor")
-        client = TrainerClient(etcd, keys, dcs_security(cfg), epoch=epoch, term=self.term)
+        client = states.trainer_client(self.context, epoch=epoch, term=self.term)
         try:
             client.wait_ready()  # fences the first one off
             self.context.ended.wait(self.seconds)

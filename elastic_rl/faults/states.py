@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import httpx
 import psutil
@@ -29,7 +30,9 @@ from elastic_rl.host.job_secrets import dcs_security, engine_access
 from elastic_rl.net import http_client
 from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
-from elastic_rl.trainer.service.client import TrainerClient
+
+if TYPE_CHECKING:
+    from elastic_rl.trainer.service.client import TrainerClient
 
 _LOADS_S = 2.0
 _STREAM = "policy"
@@ -118,12 +121,18 @@ def _publishing(context: FaultContext, _pid: int) -> str:
     return f"publishing version {staging[-1]}, which is not committed" if staging else ""
 
 
+def trainer_client(context: FaultContext, *, epoch: int, term: int) -> TrainerClient:
+    """A client of the trainer of the job, as an actor with that term has it."""
+    from elastic_rl.trainer.service.client import TrainerClient
+
+    return TrainerClient(context.etcd, context.keys, dcs_security(context.cfg), epoch=epoch, term=term)
+
+
 def training(context: FaultContext) -> str:
     """What the trainer executes for the actor now, as it says itself: heartbeats are too seldom for a step of a moment.
     "" for nothing."""
-    etcd, keys = context.etcd, context.keys
-    with contextlib.closing(TrainerClient(etcd, keys, dcs_security(context.cfg),
-                                          epoch=fencing.current_epoch(etcd, keys), term=0)) as trainer:
+    epoch = fencing.current_epoch(context.etcd, context.keys)
+    with contextlib.closing(trainer_client(context, epoch=epoch, term=0)) as trainer:
         status = trainer.status()
     return f"executing {status.executing}" if status is not None and status.executing else ""
 

@@ -101,6 +101,7 @@ def test_no_module_is_called_utils_and_packages_have_docstrings() -> None:
     ("elastic_rl.rewards.own", {"pydantic", "numpy", "torch"}),  # in the process of a user's reward
     ("elastic_rl.engine.own_generate", {"pydantic", "torch"}),  # in that of a user's way to generate
     ("elastic_rl.engine.sglang.launch", {"elastic_rl.config", "elastic_rl.telemetry"}),
+    ("chaos_tests.scenarios, chaos_tests.validate.judge", {"torch"}),  # `chaos list` and `chaos check`
 ])
 def test_processes_import_no_heavy_package_that_they_do_not_use(modules: str, heavy: set[str]) -> None:
     """Each of these processes would start seconds later."""

@@ -24,7 +24,8 @@ def compose(job: str, group: NotificationGroup, alerts: Sequence[Alert]) -> tupl
     if len(ordered) == 1:
         lines, ids = [_full(group.phase, ordered[0])], f"id={ordered[0].id} "
     elif len(ordered) <= _MAX_IN_FULL:
-        lines, ids = [f"{a.kind} {a.subject}: {_full(group.phase, a)} id={a.id}" for a in ordered], ""
+        # A line each: a message may have several, such as the last words of a process.
+        lines, ids = [f"{a.kind} {a.subject}: {' '.join(_full(group.phase, a).split())} id={a.id}" for a in ordered], ""
     else:
         lines, ids = _summary(ordered), "ids=" + ",".join(a.id for a in ordered) + " "
     lines.append(f"{ids}phase={group.phase} severity={ordered[0].severity} job={job} host={socket.gethostname()} "

@@ -34,9 +34,11 @@ def test_answers_of_writes_that_were_made_are_lost(tmp_path: Path, monkeypatch: 
             assert client.range(f"{Keys('j').root}chaos/")[0] == [], "its keys are gone"
             assert undo_all(tmp_path / "undo") == Undone()
             threading.Timer(0.5, context.end).start()
+            revision = client.revision()
             with contextlib.suppress(InjectionEnded):
                 EtcdPulsed(context, "etcd_slow", seconds=600.0, stopped_s=0.2, running_s=0.1,
-                           loses_answers=True).inject()
+                           loses_answers=False).inject()
+            assert client.revision() == revision, "it writes nothing"
             assert client.get("x") is None, "it goes on"
     finally:
         servers.close()

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,12 @@ def test_file_in_the_folder_ends_the_run_there_and_no_other(tmp_path: Path) -> N
         assert switch.why == "" and abort.is_running(tmp_path)
         with pytest.raises(ConfigError, match="another process runs in"), abort.running(tmp_path):
             pass
-        assert abort.abort(tmp_path) is None
-        assert "abort is in the folder" in switch.why
+        with ThreadPoolExecutor(1) as terminal:
+            aborted = terminal.submit(abort.abort, tmp_path)
+            wait_until(lambda: (tmp_path / abort.ABORT_FILE).exists(), what="the file")
+            assert not aborted.done(), "it waits until the run has seen it"
+            assert "abort is in the folder" in switch.why
+            assert aborted.result(60.0) is None
         switch.request("SIGINT")
         assert "abort is in the folder" in switch.why, "the first reason counts"
     assert not abort.is_running(tmp_path)
@@ -126,7 +131,7 @@ def test_abort_of_a_run_that_does_not_react_says_so(
             abort.abort(tmp_path)
         assert switch.why and registry.pending(), "it undoes it when it goes on"
         undo_all(tmp_path)
-        assert abort.abort(tmp_path) is None
+        assert abort.abort(tmp_path) is None, "as while its cluster starts: there is no fault, and none begins"
 
 
 def test_folder_of_a_run_is_private_and_a_link_or_fifo_in_it_is_neither_followed_nor_waited_for(tmp_path: Path) -> None:

@@ -112,11 +112,11 @@ def test_samples_are_spread_over_the_time_of_their_step() -> None:
 
 def test_report_says_what_was_run_and_how_to_run_it_again(tmp_path: Path) -> None:
     records = Log().records
-    records[0]["schedule"]["settings"] = ["--rollout.engines=2"]
+    records[0]["schedule"] |= {"settings": ["--rollout.engines=2"], "baseline": True}
     report = report_of(put(tmp_path, records, Log(faults=False).records))
     assert report["form"] == build.FORM and report["passed"] is True and report["has_baseline"] is True
     assert report["reproduce"] == "elastic-rl chaos run --scenario quick --seed 1 --steps 12 --faults 2 " \
-                                  "--rollout.engines=2"
+                                  "--baseline --rollout.engines=2"
     page = parsed((tmp_path / "report.html").read_text())
     for words in (report["reproduce"], "abc1234", "elastic-rl 0.1.0", "seed 1", "passed"):
         assert str(words) in page.text

@@ -36,8 +36,9 @@ from elastic_rl.host.paths import JobPaths
 @pytest.mark.parametrize("count", [1, 3, 12])
 @pytest.mark.parametrize("phase", [Phase.FIRING, Phase.RESOLVED])
 def test_notifications_of_the_product_are_read(count: int, phase: Phase) -> None:
-    alerts = [Alert(id=f"id{n}", kind="engine.dead", subject=f"10.0.0.{n}:2379", message="it: is dead", phase=phase,
-                    severity=Severity.ERROR, since=1.0, resolved_at=2.0) for n in range(count)]
+    alerts = [Alert(id=f"id{n}", kind="engine.dead", subject=f"10.0.0.{n}:2379", phase=phase, severity=Severity.ERROR,
+                    message="it: is dead\nphase=none in its last words", since=1.0, resolved_at=2.0)
+              for n in range(count)]
     group = NotificationGroup(id="g", phase=phase, alerts=[alert.id for alert in alerts], created_at=1.0)
     found = [*notices(*compose("job", group, alerts))]
     assert {notice.key for notice in found} == {alert.id for alert in alerts} and len(found) == count

@@ -46,6 +46,8 @@ def test_schedule_by_time_has_its_faults_at_seconds_that_are_apart(seed: int, fa
 def test_file_keeps_what_the_run_is_of() -> None:
     made = replace(drawn(1, 60, 6, CATALOGUE), scenario="quick", settings=("--rollout.engines=2",))
     assert Schedule.from_json(made.to_json(), [*CATALOGUE]) == made
+    chosen = replace(made, baseline=True)
+    assert Schedule.from_json(chosen.to_json(), [*CATALOGUE]) == chosen
 
 
 def test_seeds_differ_and_faults_meet() -> None:
@@ -63,7 +65,7 @@ def test_numbers_that_do_not_fit_are_refused(steps: int, faults: int, catalogue:
 
 
 @pytest.mark.parametrize("changed", [
-    {"form": 1}, {"minutes": 1.0}, {"settings": None}, {"minutes": "x"},
+    {"form": 1}, {"minutes": 1.0}, {"settings": None}, {"minutes": "x"}, {"baseline": 1}, {"baseline": "no"},
     {"strikes": [{"step": 3, "faults": ["fault-1"], "second": 2.0}]},
     {"minutes": math.inf}, {"minutes": math.nan}, {"minutes": True}, {"minutes": 10**400}, {"seed": -1},
     {"seed": 1 << 200},

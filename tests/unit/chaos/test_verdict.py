@@ -274,6 +274,9 @@ def test_each_broken_rule_is_found(change: Edit, rule: str) -> None:
         (KEYS.pool_spec("rollout"), {"name": "rollout", "desired": 1}))(r), id="the next driver writes the pool again"),
     pytest.param(both(lambda r: edited(r, KEYS.pool_status("rollout"), lambda v: v.update(ready=0, released=1), 2),
                       later(RECOVERY_S * 2)), id="released engines wait for the phase of the trainer"),
+    pytest.param(both(later(RECOVERY_S * 2), lambda r: edited(
+        r, KEYS.pool_status("rollout"), lambda v: v.update(ready=0), 2), lambda r: r[0].update(
+            target="job j of somebody else", recovery_s=RECOVERY_S * 3)), id="an operator gave recoveries longer"),
     pytest.param(write((KEYS.member("driver", "driver-0"), None)), id="a driver that ended a moment ago"),
     pytest.param(both(lambda r: write((KEYS.version("policy", 2), newest(r, KEYS.version("policy", 2)) | {
         "state": "gone"}), (KEYS.replica_sets("policy", 2), None))(r), write((KEYS.version("policy", 2), None))),

@@ -143,7 +143,8 @@ def test_run_says_how_to_repeat_it_and_ends_with_its_verdict(runs: list[dict[str
     assert run("run", "--scenario", "growth", "--seed", "1", "--steps", "10", "--no-baseline",
                f"--out={tmp_path / 'g'}", "-o", "json") == Exit.OK
     result = json.loads(capsys.readouterr().out)
-    assert result["failed"] is False and result["folder"] == str(tmp_path / "g") and runs[1]["baseline"] is False
+    assert result["failed"] is False and result["folder"] == str(tmp_path / "g") and (
+        runs[1]["schedule"].baseline is False)
 
 
 def test_results_go_into_a_new_folder_of_the_run_dir(runs: list[dict[str, Any]], tmp_path: Path,
@@ -159,6 +160,17 @@ def test_signal_uses_the_abort_switch_and_is_the_exit_code(runs: list[dict[str, 
     monkeypatch.setattr("test_chaos_command.SIGNALLED", {"driver_killed"})
     assert run("run", "--scenario", "growth", "--seed", "4", f"--out={tmp_path / 'r'}") == Exit.INTERRUPTED
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_run_that_somebody_has_aborted_has_the_exit_code_of_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                     ) -> None:
+    def made(schedule: Schedule, folder: Path, *, switch: Any, **_: Any) -> Outcome:
+        with abort.running(folder) as aborts:
+            (folder / abort.ABORT_FILE).touch()
+            return Outcome(folder, (), aborts.why)
+
+    monkeypatch.setattr(runner, "run", made)
+    assert run("run", "--scenario", "growth", "--seed", "4", f"--out={tmp_path / 'r'}") == Exit.INTERRUPTED
 
 
 def test_signal_that_is_ignored_stays_so() -> None:
@@ -494,7 +506,7 @@ def test_secrets_of_the_command_line_are_in_no_file_of_the_results_and_are_asked
     folder = tmp_path / "r"
     with abort.running(folder):
         runner._prepare(schedule, folder)
-        with runner._log_of(folder, schedule, config.parse({}), "one host", baseline=False):
+        with runner._log_of(folder, schedule, config.parse({}), "one host", runner.Limits(), baseline=False):
             pass
     report.write(folder)
     capsys.readouterr()
