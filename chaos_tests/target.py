@@ -18,6 +18,7 @@ from elastic_rl.coordinator.alerts.state_machine import Alert
 from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.dcs.catalog.reads import list_versions
+from elastic_rl.errors import ConfigError
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import ClusterKeys, Keys
@@ -31,6 +32,12 @@ from elastic_rl.host.paths import JobPaths
 from elastic_rl.report.build import build, read_records
 from elastic_rl.train import audit_of
 
+_OF_THE_RUN: Mapping[str, str] = {
+    **dict.fromkeys(("run_dir", "job", "cluster"), "it says itself where it is"), "seed": "the schedule has its seed",
+    "train.steps": "the schedule has its length: give --steps or --minutes",
+    **dict.fromkeys(("alerts.urls", "alerts.config_file"), "it receives the alerts itself, and judges them"),
+    "etcd.endpoints": "it starts an etcd, which its faults strike"}
+"""Settings that a run on a cluster of its own decides, and why."""
 READ_BUDGET_S = 1.0
 """Retries of a reading that is made again and again."""
 
@@ -132,7 +139,12 @@ def _connected(cluster: Cluster, info: ClusterInfo, *, own: bool) -> Iterator[Ta
 
 def own_config(folder: Path, settings: Mapping[str, Any], more: Sequence[str] = (), *, seed: int) -> Config:
     """The settings of a job on a cluster of its own below ``folder``. ``more``: on top, as ``--key.sub=value``. Raises
-    ConfigError."""
+    ConfigError, also for what the run decides itself: it would strike another etcd, or tell others of its alerts."""
+    named = config.given(None, more)
+    for name, why in _OF_THE_RUN.items():
+        section, _, key = name.rpartition(".")
+        if key in (named.get(section) or {} if section else named):
+            raise ConfigError(f"a run on a cluster of its own takes no --{name}: {why}", hint="leave it out")
     return config.load(None, [
         "--train.stop_eval_accuracy=null",
         *(f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()),

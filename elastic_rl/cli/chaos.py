@@ -45,11 +45,6 @@ _OF_TARGETS = ("only", "at_once", "allow_last", "yes", "recovery_minutes")
 _WIDER = "--only names the parts that may be struck, --allow-last allows the last replica of one"
 _WHERE = ("--run_dir", "--job", "--cluster")
 """Settings that say where a job is."""
-_OF_ITS_OWN = {**dict.fromkeys(_WHERE, "it says itself where it is"), "--seed": "the schedule has its seed",
-               "--train.steps": "the schedule has its length: give --steps or --minutes",
-               "--alerts.urls": "it receives the alerts itself, and judges them",
-               "--etcd.endpoints": "it starts an etcd, which its faults strike"}
-"""Settings that are not for a run on a cluster of its own, and why."""
 
 
 def _folder(text: str) -> Path:
@@ -160,7 +155,8 @@ def replay(ctx: typer.Context, path: Annotated[Path, typer.Argument(metavar="FOL
         kept = [word for word in schedule.settings if word.partition("=")[0] not in keys]
         schedule = replace(schedule, settings=(*kept, *given),
                            baseline=schedule.baseline if baseline is None else baseline)
-        _require_secrets(schedule)
+        for word in kept:
+            _progress(f"the schedule has the setting {word}")
         _own(ctx, schedule, out_folder, dry_run=dry_run, output=output)
         return
     if not schedule.by_time:
@@ -185,8 +181,7 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
     from chaos_tests.abort import by_operator
     from chaos_tests.nemesis.schedule import shrunk
     schedule = replace(runner.schedule_at(path), baseline=False)
-    runner.scenario_of(schedule)
-    _require_secrets(schedule)
+    _require_possible(schedule)
     broken = frozenset[str]()
     if (path / report.EVENTS).is_file():
         with _of_a_log(path):
@@ -391,15 +386,12 @@ def _drawn(scenario: str, seed: int, *, minutes: float, steps: int, faults: int 
         raise ConfigError(f"no schedule can be drawn: {e}", hint="give fewer --faults, or a longer run") from e
 
 
-def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, *, dry_run: bool, output: Format) -> None:
+def _require_possible(schedule: Schedule) -> None:
+    """Raises ConfigError for a schedule that cannot be run on a cluster of its own, on this machine."""
     from chaos_tests import blast_radius, runner
     from chaos_tests.faults.catalogue import met
     from chaos_tests.scenarios import Tier
     from chaos_tests.target import own_config
-    for word in schedule.settings:
-        if (name := word.partition("=")[0]) in _OF_ITS_OWN:
-            raise ConfigError(f"{word}: a run on a cluster of its own takes no {name}: {_OF_ITS_OWN[name]}",
-                              hint="leave it out")
     scenario = runner.scenario_of(schedule)
     has = met(own_config(Path(), scenario.settings, schedule.settings, seed=schedule.seed),
               hosts=scenario.tier is Tier.TEST_HOSTS)
@@ -407,6 +399,12 @@ def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, *, dry_run
                  if (why := blast_radius.unmet(name, has))}:
         raise ConfigError("the schedule has faults that are not possible here: " + "; ".join(
             f"{name}: {why}" for name, why in sorted(unmet.items())), hint="run it on another machine")
+    _require_secrets(schedule)
+
+
+def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, *, dry_run: bool, output: Format) -> None:
+    from chaos_tests import runner
+    _require_possible(schedule)
     if folder is not None and any(word.startswith("--run_dir=") for word in overrides(ctx.args)):
         raise ConfigError("--run_dir: the results go to --out", hint="leave one of them out")
     if dry_run:

@@ -183,7 +183,18 @@ class GroupFlow:
         self._forget_refusals(consumed)
         for ordinal in self._given_up - set(self._ledger.dropped.get(TRAINER_REFUSED, ())):
             self._ledger.give_up(ordinal, TRAINER_REFUSED)
-        return gone
+        surplus = [o for state in (QUEUED, GENERATED) for o in self._ledger.in_state(state) if self._is_surplus(o)]
+        self._release(surplus)
+        return gone + surplus
+
+    def _is_surplus(self, ordinal: int) -> bool:
+        """Whether no step is left for a group. A run consumes its lowest groups and leaves none out, and lower ones may
+        be due again after this one was begun: those that an update had dropped which was undone."""
+        consumed = self._ledger.consumed
+        due = (self.limits.steps - self._step) * self.limits.groups_per_step + sum(
+            map(len, self._ledger.dropped.values()))
+        missing = [*consumed.complement(consumed.stop)]
+        return ordinal >= (missing[due] if due < len(missing) else consumed.stop + due - len(missing))
 
     def _forget_refusals(self, consumed: IntervalSet) -> None:
         self._refusals = {o: times for o, times in self._refusals.items() if o not in consumed}
@@ -241,6 +252,9 @@ class GroupFlow:
         it, or one of ``FAILED``; "" to keep it. Returns whether it is kept: then its data is put into the queue, and
         ``arrived`` says so. A group that nobody waits for any more is not kept."""
         if self._ledger.state(ordinal) is not LEASED:
+            return False
+        if self._is_surplus(ordinal):
+            self._ledger.release(ordinal)
             return False
         self._ledger.generated(ordinal, versions)
         if reason in FAILED or (reason and self._dropped_by_filters < self.limits.max_dropped_groups):

@@ -14,17 +14,17 @@ class StepProgress:
 
     def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
         self._etcd, self._keys = etcd, keys
-        self._phase, self._step = "", 0
+        self._newest: tuple[int, int] | None = None
+        """The last step of RL, and the last supervised one before it; None: not known yet."""
         self.made()
 
     def made(self) -> bool:
-        """Whether the job has made a step, for the first time, since this was asked before. A step that is made again
-        after a resume is none. Without etcd the answer is no."""
+        """Whether the job has made a step, for the first time, since this was asked before, in its supervised phase or
+        in RL. A step that is made again after a resume is none. Without etcd the answer is no."""
         try:
             status = readable_one(self._etcd.get(self._keys.job_status()), JobStatus)
         except EtcdUnavailable:
             return False
-        if status is None or (status.phase == self._phase and status.step <= self._step):
-            return False
-        self._phase, self._step = status.phase, status.step
-        return True
+        found, before = (status.step, status.sft_step) if status is not None else (0, 0), self._newest
+        self._newest = max(found, before or found)
+        return before is not None and found > before

@@ -376,14 +376,16 @@ def test_faults_that_are_not_possible_on_this_machine_are_refused_before_anythin
 
 
 @pytest.mark.parametrize("setting", [
-    "--run_dir=/etc", "--cluster=prod", "--seed=5", "--train.steps=5", "--alerts.urls=[]", "--etcd.endpoints=[]"])
+    "--run_dir=/etc", "--cluster=prod", "--seed=5", "--train.steps=5", "--alerts.urls=[]", "--etcd.endpoints=[]",
+    "--alerts.config_file=/etc/apprise.yml", "--etcd={endpoints: [a:1]}"])
 def test_setting_that_the_run_has_itself_is_refused(setting: str, runs: list[dict[str, Any]], tmp_path: Path,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "s.json"
     file.write_text(replace(SCHEDULE, settings=("--train.lr=0.5", setting)).to_json())
     assert run("replay", str(file)) == Exit.USAGE and not runs
     name = setting.partition("=")[0]
-    assert f"{setting}: a run on a cluster of its own takes no {name}" in capsys.readouterr().err
+    assert f"a run on a cluster of its own takes no {name}" in capsys.readouterr().err
+    assert run("shrink", str(file)) == Exit.USAGE and not runs
 
 
 FIRST = {"at": 1.0, "kind": "run", "form": FORM, "scenario": "quick", "seed": 1, "settings": {}, "schedule": {}}

@@ -198,6 +198,27 @@ def test_only_a_step_that_was_not_made_is_chosen_again() -> None:
     assert flow.resume(1, 2, IntervalSet.from_values([0, 1]), Branch()) == [0, 1] and flow.choose() is None
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_run_leaves_no_group_out_where_the_step_that_dropped_it_was_undone(finished: bool) -> None:
+    """Later groups are open already, as many as the last steps take: the highest one makes room, once it has finished.
+    """
+    flow = _flow(step=8)
+    assert flow.lease() and flow.lease() and not flow.finished(0, (1,), "uniform")
+    _queue(flow, 1, 2, 3, version=1)
+    assert (grant := flow.lease()) is not None and grant.ordinals == (4,)
+    if finished:
+        _queue(flow, 4, version=1)
+    assert (first := _step(flow)) is not None and first.ordinals == (1, 2)
+    flow.trained(first.consumption, 2)
+    assert flow.resume(8, 2, IntervalSet(), Branch()) == [4] * finished, "nobody needs its data"
+    assert finished or not flow.finished(4, (2,), "")
+    assert sorted(o for grant in iter(flow.lease, None) if grant is not None for o in grant.ordinals) == [0, 1, 2]
+    _queue(flow, 0, 1, 2, version=2)
+    for ordinals in ((0, 3), (1, 2)):
+        assert (step := _step(flow)) is not None and step.ordinals == ordinals
+        flow.trained(step.consumption, 3)
+
+
 def test_group_that_the_trainer_has_consumed_meanwhile_is_ignored_when_it_finishes() -> None:
     flow = _flow()
     flow.lease()

@@ -31,10 +31,10 @@ def test_step_counts_once_and_not_when_it_is_made_again() -> None:
     progress = StepProgress(cast(EtcdClient, etcd), Keys("j"))
     assert not progress.made(), "the job has no status yet"
     seen = []
-    for phase, step in (("sft", 0), ("sft", 3), ("sft", 3), ("rl", 0), ("rl", 5), ("rl", 4), ("rl", 5), ("rl", 6)):
-        etcd.status = JobStatus(phase=phase, step=step)
+    for supervised, step in ((0, 0), (3, 0), (3, 0), (4, 0), (4, 5), (4, 4), (4, 5), (4, 6), (4, 6)):
+        etcd.status = JobStatus(phase="rl" if step else "sft", sft_step=supervised, step=step)
         seen.append(progress.made())
-    assert seen == [True, True, False, True, True, False, False, True]
+    assert seen == [False, True, False, True, True, False, False, True, False]
 
 
 def test_steps_of_before_the_agent_and_an_etcd_that_is_away_are_no_progress() -> None:
@@ -46,6 +46,12 @@ def test_steps_of_before_the_agent_and_an_etcd_that_is_away_are_no_progress() ->
     assert not progress.made()
     etcd.is_away = False
     assert progress.made(), "it is seen when etcd answers again"
+    etcd.is_away = True
+    later = StepProgress(cast(EtcdClient, etcd), Keys("j"))
+    etcd.is_away = False
+    assert not later.made(), "which steps are of before it is not known"
+    etcd.status = JobStatus(phase="rl", step=9)
+    assert later.made()
 
 
 def test_failure_is_described_in_one_line() -> None:
