@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import pytest
 from support.coordinators import Replicas
 from support.etcd_server import EtcdServers
@@ -41,10 +42,18 @@ def replicas(etcd_servers: EtcdServers, keys: Keys, tmp_path: Path) -> Iterator[
         found.close()
 
 
+class _Context(FaultContext):
+    """Of replicas that are forked: the environment that the kernel has of them is that of whom they were forked from,
+    without a mark."""
+
+    def owns(self, process: psutil.Process) -> bool:
+        return process.pid in {child.pid for child in psutil.Process().children()}
+
+
 def _context(replicas: Replicas, etcd: EtcdClient, folder: Path) -> FaultContext:
     no_api: Any = None
-    return FaultContext(config.load(replicas.config_file("faults")), etcd, replicas.keys, no_api,
-                        undo=UndoRegistry(folder / "undo"))
+    return _Context(config.load(replicas.config_file("faults")), etcd, replicas.keys, no_api,
+                    undo=UndoRegistry(folder / "undo"))
 
 
 def _back(fault: Killed) -> None:

@@ -16,7 +16,7 @@ import os
 import signal
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 
@@ -52,12 +52,13 @@ def possible() -> bool:
         return False
 
 
-def set_by(pid: int, seconds: int) -> str:
+def set_by(pid: int, seconds: int, striking: AbstractContextManager[None] | None = None) -> str:
     """The wall clock of a process is so many seconds ahead of the machine's, or behind it, until ``reset``. Returns
-    what was done. Raises ConfigError where that is not possible, DeadlineExceeded for a process that cannot be stopped,
-    and ProcessLookupError for one that has ended."""
+    what was done. ``striking``: the clock is set within it, once the process is stopped. Raises ConfigError where that
+    is not possible, DeadlineExceeded for a process that cannot be stopped, ProcessLookupError for one that has ended,
+    and what ``striking`` raises, with nothing done."""
     address, own = _place(pid)
-    with _stopped(pid, address), _memory(pid) as memory:
+    with _stopped(pid, address), _memory(pid) as memory, striking or nullcontext():
         found = os.pread(memory, _NBYTES, address)
         if found != own and not _is_set(found):
             raise ConfigError(f"the vDSO of pid {pid} is not the one of this process")

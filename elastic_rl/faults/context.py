@@ -54,6 +54,11 @@ class VictimTaken(ElasticRLError):
     has struck nothing yet and is begun again."""
 
 
+class ForeignProcess(VictimTaken):
+    """The process whose number a record has is none of the job or its cluster: the record is stale, or of another
+    machine, or somebody else has written it. Nothing has happened."""
+
+
 class RuleBroken(ElasticRLError):
     """A fault has found that the product does not keep a rule."""
 
@@ -149,11 +154,14 @@ class FaultContext:
             raise InjectionEnded("the injection of faults was ended")
 
     @contextlib.contextmanager
-    def striking(self, what: str = "") -> Iterator[None]:
-        """In the block, which is over in a moment, something is done to the run. ``what``: for people, of what cannot
-        be taken back; "" for what is not yet the fault. Raises InjectionEnded, before the block, once none is to be."""
+    def striking(self, what: str = "", look: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """In the block, which is over in a moment, something is done to the run: whatever its effect is waited for
+        comes after it. ``what``: for people, of what cannot be taken back; "" for what is not yet the fault. ``look``:
+        a last look at the victim, between which and the block nothing else strikes; what it raises keeps this from
+        striking. Raises InjectionEnded, before the block, once none is to be."""
         with self._gate:
             self.require_going_on()
+            look()
             if what:
                 self.struck.append((time.time(), what))
             yield
@@ -176,25 +184,56 @@ class FaultContext:
 
         return patiently(read, away=EtcdUnavailable, pauses_s=AWAY_PAUSES_S, pause=pause, waiting=lambda _: None)
 
+    def owns(self, process: psutil.Process) -> bool:
+        """Whether a process is one of this user's that the job or its cluster has started, by the marks in its
+        environment. One that has written its title over its environment is as its nearest ancestor that has not. Raises
+        psutil.Error."""
+        if process.uids().real != os.geteuid():
+            return False
+        environment = next(filter(None, (one.environ() for one in (process, *process.parents()))), dict[str, str]())
+        return (environment.get(processes.RUN_MARK) == str(JobPaths.of(self.cfg).private)
+                or environment.get(processes.OWNER_ENV) == str(ClusterPaths.of(self.cfg).folder))
+
+    def require_own(self, process: psutil.Process) -> None:
+        """To be called before a process is struck whose number somebody has written down. Raises ForeignProcess for one
+        that is none of the job or its cluster, and VictimTaken for one that has ended."""
+        with contextlib.suppress(psutil.Error):
+            if self.owns(process):
+                return
+        if not runs(process):
+            raise VictimTaken(f"pid {process.pid} has ended")
+        raise ForeignProcess(f"pid {process.pid} is no process of the job {self.cfg.job} or its cluster")
+
     def take(self, process: psutil.Process) -> None:
         """Notes that a fault is about to end a process. Raises VictimTaken for one that has ended, or that another
-        fault has taken."""
+        fault has taken, and ForeignProcess."""
+        self.require_own(process)
+        self._take(process)
+
+    def _take(self, process: psutil.Process) -> None:
         with self._gate:
             if process in self._taken or not runs(process):
                 raise VictimTaken(f"pid {process.pid} has ended, or another fault ends it")
             self._taken.add(process)
 
-    def kill(self, pid: int) -> str:
-        """kill -9 of one process; returns the witness that it has ended. Raises VictimTaken."""
+    def kill(self, pid: int, look: Callable[[], object] = lambda: None) -> str:
+        """kill -9 of one process; returns the witness that it has ended. ``look``: as of ``striking``. Raises as
+        ``take``."""
+        def take() -> None:
+            look()
+            self._take(process)
+
         try:
             process = psutil.Process(pid)
+            self.require_own(process)
+            return kill(pid, self.striking(f"pid {pid} was sent SIGKILL", take))
         except psutil.NoSuchProcess as e:
             raise VictimTaken(f"pid {pid} has ended") from e
-        self.take(process)
-        return kill(pid, self.striking(f"pid {pid} was sent SIGKILL"))
 
     def stop(self, process: psutil.Process) -> str:
-        """SIGSTOP of a process, which is noted before; returns the witness that it was seen to stop."""
+        """SIGSTOP of a process, which is noted before; returns the witness that it was seen to stop. Raises
+        VictimTaken and ForeignProcess."""
+        self.require_own(process)
         self.undo.note(Undo.CONTINUE, process.pid)
         suspend(process, self.striking(f"pid {process.pid} was sent SIGSTOP"))
         return f"pid {process.pid} was sent SIGSTOP and seen to stop"
@@ -271,12 +310,15 @@ class FaultContext:
 
 
 @contextlib.contextmanager
-def stopped(context: FaultContext, *processes: psutil.Process) -> Iterator[None]:
-    """Inside, the processes are stopped; at the end they go on, whatever happens. Raises psutil.NoSuchProcess."""
+def stopped(context: FaultContext, *processes: psutil.Process, look: Callable[[], object] = lambda: None
+            ) -> Iterator[None]:
+    """Inside, the processes are stopped; at the end they go on, whatever happens. ``look``: as of
+    ``FaultContext.striking``, before each. Raises VictimTaken, ForeignProcess and psutil.NoSuchProcess."""
     with contextlib.ExitStack() as undone:
         for process in processes:
+            context.require_own(process)
             undone.enter_context(context.undo.noted(Undo.CONTINUE, process.pid))
-            suspend(process, context.striking(f"pid {process.pid} was sent SIGSTOP"))
+            suspend(process, context.striking(f"pid {process.pid} was sent SIGSTOP", look))
         yield
 
 

@@ -12,8 +12,8 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from enum import StrEnum
-from typing import Any
 
 import psutil
 
@@ -25,8 +25,8 @@ from elastic_rl.etcd.cluster_records import Assignment, HostPhase, HostState, Ho
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import DcsNode, Leader
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, Fault, FaultContext, VictimTaken, command, kill
-from elastic_rl.faults.undo import Undo, UndoRegistry
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, Fault, FaultContext, VictimTaken, command, stopped
+from elastic_rl.faults.undo import UndoRegistry
 from elastic_rl.host.test_hosts.cluster_hosts import ClusterHosts
 from elastic_rl.host.test_hosts.impaired_link import Impairment
 from elastic_rl.host.test_hosts.isolated_hosts import IsolatedHosts
@@ -92,6 +92,10 @@ class HostsContext(FaultContext):
             if found:
                 self._taken_hosts.add(found)
             return found
+
+    def owns(self, process: psutil.Process) -> bool:
+        """Whether a process is on one of the hosts, whose folders differ, and with them the marks."""
+        return any(process in self.isolated.processes(name) for name in self.names)
 
     def release(self, host: str) -> None:
         with self._lock:
@@ -220,15 +224,20 @@ class HostFault(Fault):
             undo.callback(self._end_once)  # whatever ends the beginning
             self._prepare()
             target = f"{self.victim} on {', '.join(self.context.names_on(self.host))}"
-            with self.context.striking():  # nothing else strikes between this look and the strike
-                if self.host not in self.context.candidates(self.victim):
-                    self._ended = True  # nothing was begun
-                    self.context.release(self.host)
-                    raise VictimTaken(f"{self.host} is the {self.victim} no more")
-                with self.context.striking(f"{self.name} of {self.host}"):
-                    witness = self._begin()
+            witness = self._begin()
             undo.pop_all()
         return target, witness
+
+    def _striking(self) -> AbstractContextManager[None]:
+        """In the block the host is struck, which is still the victim."""
+        return self.context.striking(f"{self.name} of {self.host}", self._look)
+
+    def _look(self) -> None:
+        """Gives the host back and raises VictimTaken where it is the victim no more. Raises EtcdUnavailable."""
+        if self.host not in self.context.candidates(self.victim):
+            self._ended = True  # nothing was begun
+            self.context.release(self.host)
+            raise VictimTaken(f"{self.host} is the {self.victim} no more")
 
     def give_up(self) -> None:
         """Ends the fault where nobody waits for its detection or for the recovery from it any more."""
@@ -273,7 +282,8 @@ class HostFault(Fault):
 
     @abstractmethod
     def _begin(self) -> str:
-        """Begins the fault and returns its witness. Raises FaultNotSeen."""
+        """Begins the fault, within ``_striking`` or after ``_look``, and returns its witness, which is looked for
+        outside of that: others wait for a strike. Raises FaultNotSeen, and as ``_look``."""
 
     def _end(self) -> None:
         self.context.hosts.heal(self.host)
@@ -319,7 +329,8 @@ class HostCut(HostFault):
     kind = "cut"
 
     def _begin(self) -> str:
-        self.context.hosts.cut(self.host)
+        with self._striking():
+            self.context.hosts.cut(self.host)
         return self._probed(sends=False, hears=False)
 
 
@@ -329,10 +340,11 @@ class HostApart(HostFault):
     kind = "apart"
 
     def _begin(self) -> str:
-        for other in self.context.others(self.host):
-            for one, two in ((self.host, other), (other, self.host)):
-                with contextlib.suppress(PreflightFailed):  # another fault: it is off
-                    self.context.hosts.block(one, two)
+        with self._striking():
+            for other in self.context.others(self.host):
+                for one, two in ((self.host, other), (other, self.host)):
+                    with contextlib.suppress(PreflightFailed):  # another fault: it is off
+                        self.context.hosts.block(one, two)
         return self._probed(sends=False, hears=False)
 
 
@@ -342,9 +354,10 @@ class HostDeaf(HostFault):
     kind = "deaf"
 
     def _begin(self) -> str:
-        for other in self.context.others(self.host):
-            with contextlib.suppress(PreflightFailed):
-                self.context.hosts.block(other, self.host)
+        with self._striking():
+            for other in self.context.others(self.host):
+                with contextlib.suppress(PreflightFailed):
+                    self.context.hosts.block(other, self.host)
         return self._probed(sends=True, hears=False)
 
 
@@ -354,8 +367,9 @@ class HostMute(HostFault):
     kind = "mute"
 
     def _begin(self) -> str:
-        for other in self.context.others(self.host):
-            self.context.hosts.block(self.host, other)
+        with self._striking():
+            for other in self.context.others(self.host):
+                self.context.hosts.block(self.host, other)
         return self._probed(sends=False, hears=True)
 
 
@@ -368,7 +382,8 @@ class HostPoweredOff(HostFault):
         isolated = self.context.isolated
         with silent_connection(isolated, self._other(), self.host, self._port()) as is_silent:
             on_it = len(isolated.processes(self.host))
-            self.context.hosts.power_off(self.host)
+            with self._striking():
+                self.context.hosts.power_off(self.host)
             if not is_silent() or isolated.init(self.host) is not None:
                 raise FaultNotSeen(f"{self.host} was powered off, and said that its connections have ended")
         return f"{on_it} processes of {self.host} have ended; a connection to it is open, and silent"
@@ -395,7 +410,8 @@ class LinkImpaired(LastingFault):
     def _begin(self) -> str:
         other = self._other()
         before = self._measure(other)
-        self.context.hosts.impair(self.host, self.impairment)
+        with self._striking():
+            self.context.hosts.impair(self.host, self.impairment)
         now = self._measure(other)
         spec = self.impairment
         if (now.delay_s < spec.delay_s or (spec.loss and now.arrived == now.sent)
@@ -420,10 +436,10 @@ class ProcessKilled(HostFault):
         self._led = leads.create_revision if leads is not None else 0
 
     def _begin(self) -> str:
-        found = [kill(process.pid) for process in self.context.processes_on(self.host, self.part)]
-        if not found:
-            raise FaultNotSeen(f"no {self.part} runs on {self.host}")
-        return "; ".join(found)
+        if not (found := self.context.processes_on(self.host, self.part)):
+            raise VictimTaken(f"no {self.part} runs on {self.host}")
+        return "; ".join([*(self.context.kill(process.pid, self._look) for process in found[:1]),
+                          *(self.context.kill(process.pid) for process in found[1:])])
 
     def detected(self) -> bool:
         """Whether another process is in its place, and, where it led, another candidacy does."""
@@ -458,7 +474,7 @@ class EtcdQuorumStopped(LastingFault):
 
     def __init__(self, context: HostsContext, seconds: float) -> None:
         super().__init__(context, Victim.ETCD_LEADER, seconds)
-        self.name, self._stopped = self.kind, list[dict[str, Any]]()
+        self.name, self._stopped = self.kind, contextlib.ExitStack()
         self._hosts: Sequence[str] = ()
         """The hosts whose members are stopped."""
 
@@ -468,12 +484,9 @@ class EtcdQuorumStopped(LastingFault):
         self._hosts = [self.host, *dict.fromkeys(name for name in spare if name != self.host)][:majority]
 
     def _begin(self) -> str:
-        for host in self._hosts:
-            for process in self.context.processes_on(host, _ETCD):
-                self._stopped.append(self.context.undo.note(Undo.CONTINUE, process.pid))
-                process.suspend()
-                wait_until(lambda p=process: p.status() == psutil.STATUS_STOPPED,  # type: ignore[misc]
-                           timeout_s=INJECT_TIMEOUT_S, what=f"the stop of pid {process.pid}")
+        found = [process for host in self._hosts for process in self.context.processes_on(host, _ETCD)]
+        self._stopped.enter_context(stopped(self.context, *found[:1], look=self._look))
+        self._stopped.enter_context(stopped(self.context, *found[1:]))
         try:
             self.context.etcd.revision()
         except EtcdUnavailable:
@@ -481,6 +494,4 @@ class EtcdQuorumStopped(LastingFault):
         raise FaultNotSeen(f"etcd answers without its members on {', '.join(self._hosts)}")
 
     def _end(self) -> None:
-        for entry in self._stopped:
-            self.context.undo.undo(entry)
-        self._stopped.clear()
+        self._stopped.close()

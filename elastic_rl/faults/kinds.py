@@ -222,6 +222,7 @@ class TrainerRankKilled(Killed):
         """Whether the rank does nothing any more since a moment of the phase; else it goes on."""
         if self._seen_phase() is not self.phase:
             return False
+        self.context.require_own(rank)
         entry = self.context.undo.note(Undo.CONTINUE, rank.pid)
         suspend(rank, self.context.striking())
         if self._seen_phase() is self.phase:

@@ -203,7 +203,9 @@ class Struck(Killed):
         return f"{self.kind.name} (pid {pid})"
 
     def _strike(self, victim: psutil.Process) -> str:
+        """Raises VictimTaken and ForeignProcess."""
         pid = victim.pid
+        self.context.require_own(victim)
         if self.way is Way.KILLED:
             return self.context.kill(pid)
         if self.way.ends:
@@ -218,8 +220,7 @@ class Struck(Killed):
         if self.way is Way.GIL_HELD:
             return ptrace.hold_gil(pid, self.seconds, find_s=_FIND_GIL_S, wait=self._hold, pause=self._pause)
         if self.way is Way.EXITED:
-            with self.context.striking(f"pid {pid} was made to exit"):
-                ptrace.exit_process(pid)
+            ptrace.exit_process(pid, striking=self.context.striking(f"pid {pid} was made to exit"))
             wait_until(lambda: not runs(victim), timeout_s=INJECT_TIMEOUT_S, what=f"the end of pid {pid}", poll_s=0.01)
             return f"pid {pid} exited with code 0 in the middle of its work"
         with self.context.striking(f"pid {pid} was sent SIGTERM"):
@@ -229,8 +230,7 @@ class Struck(Killed):
 
     def _set_clock(self, pid: int, by_s: int) -> str:
         with self.context.undo.noted(Undo.RESET_CLOCK, pid):
-            with self.context.striking(f"the wall clock of pid {pid} was set"):
-                witness = clock.set_by(pid, by_s)
+            witness = clock.set_by(pid, by_s, self.context.striking(f"the wall clock of pid {pid} was set"))
             self.context.ended.wait(self.seconds)
             with contextlib.suppress(ProcessLookupError):  # one that has ended has not gone on with it
                 if clock.offset_of(pid) == by_s:
@@ -283,6 +283,7 @@ class Struck(Killed):
         with contextlib.suppress(psutil.NoSuchProcess):
             held = [psutil.Process(one) for one in state.holds(pid)]
             for process in held:
+                self.context.require_own(process)
                 if process.pid not in noted:
                     noted[process.pid] = self.context.undo.note(Undo.CONTINUE, process.pid)
                 suspend(process, self.context.striking())

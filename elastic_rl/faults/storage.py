@@ -45,6 +45,7 @@ class DiskRefusesWrites(Killed):
     def inject(self) -> tuple[str, str]:
         """Raises PermissionError where this process may not limit others."""
         pid, self.at = _node(self.context), time.time()
+        self.context.require_own(psutil.Process(pid))
         limit, most = resource.prlimit(pid, resource.RLIMIT_FSIZE), 0
         with self.context.undo.noted(Undo.UNLIMIT, pid, limit=[*limit]):
             with self.context.striking(f"no file of pid {pid} could grow"):

@@ -82,7 +82,7 @@ class UndoRegistry:
 
     def note(self, undo: Undo, pid: int = 0, **values: Any) -> dict[str, Any]:
         """Notes what undoes a fault that is about to happen to a process; ``values``: the fields that ``undo`` names.
-        Raises psutil.NoSuchProcess."""
+        Raises psutil.NoSuchProcess, and OSError where the disk has not taken all of it: nothing is to be done then."""
         started = start_ticks(pid) if pid else 0
         if pid and not started:
             raise psutil.NoSuchProcess(pid)
@@ -136,12 +136,14 @@ class UndoRegistry:
 
     def _append(self, entry: dict[str, Any]) -> None:
         """Writes an entry in one call, which other writers cannot tear, and returns once the disk has it. It begins a
-        line of its own, also after one that was torn."""
+        line of its own, also after one that was torn. Raises OSError, also where a part of it was written."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(self.folder / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
                              | os.O_CLOEXEC, 0o600)
         try:
-            os.write(descriptor, b"\n" + json.dumps(entry).encode() + b"\n")
+            line = b"\n" + json.dumps(entry).encode() + b"\n"
+            if (written := os.write(descriptor, line)) != len(line):
+                raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes were written", str(self.folder / FILE))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -169,7 +171,7 @@ def undo_all(folder: Path) -> Undone:
 
 def shown(entry: dict[str, Any]) -> str:
     """What undoes an entry, and of what, for people."""
-    return f"{entry.get('undo')} {entry.get('pid') or entry.get('pool')}"
+    return f"{entry.get('undo') or 'an entry without a kind:'} {entry.get('pid') or entry.get('pool')}"
 
 
 def id_of_job(id_file: Path) -> str:
@@ -182,9 +184,12 @@ def id_of_job(id_file: Path) -> str:
 
 def _undo(entry: dict[str, Any]) -> tuple[bool, str]:
     """Whether there was anything to do, and why something was left as it is. Never raises for what is gone."""
-    undo = Undo(entry["undo"])
-    if entry["machine"] != machine_id():
+    if entry.get("machine") != machine_id():
         raise NotUndone("it is of another machine, or of another boot or pid namespace of this one")
+    try:
+        undo = Undo(entry.get("undo", ""))
+    except ValueError:
+        raise NotUndone("it is of another release: this one knows no such kind of entry; undo it by hand") from None
     if undo is Undo.RESIZE:
         return _resize(entry)
     return _undo_of_process(undo, entry), ""

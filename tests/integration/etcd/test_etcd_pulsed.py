@@ -17,15 +17,18 @@ from elastic_rl.faults import etcd as faults
 from elastic_rl.faults.context import FaultContext, InjectionEnded
 from elastic_rl.faults.etcd import EtcdPulsed
 from elastic_rl.faults.undo import Undone, UndoRegistry, undo_all
+from elastic_rl.host.paths import ClusterPaths
+from elastic_rl.host.processes import OWNER_ENV
 
 
 def test_answers_of_writes_that_were_made_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config.parse({"job": "j", "run_dir": str(tmp_path)})
+    monkeypatch.setenv(OWNER_ENV, str(ClusterPaths.of(cfg).folder))  # as a service of its cluster has it
     servers = EtcdServers(tmp_path / "etcd", 1).start()
     try:
         monkeypatch.setattr(faults, "_etcd", lambda context: servers.processes[0].pid)
         with servers.connect() as client:
-            context = FaultContext(config.parse({"job": "j", "run_dir": str(tmp_path)}), client, Keys("j"),
-                                   cast("Any", None), undo=UndoRegistry(tmp_path / "undo"))
+            context = FaultContext(cfg, client, Keys("j"), cast("Any", None), undo=UndoRegistry(tmp_path / "undo"))
             fault = EtcdPulsed(context, "etcd_answers_lost", seconds=3.0, stopped_s=0.8, running_s=0.4,
                                loses_answers=True)
             _, witness = fault.inject()

@@ -19,9 +19,11 @@ from elastic_rl import config
 from elastic_rl.errors import ConfigError
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.faults import clock, ptrace
-from elastic_rl.faults.context import FaultContext
+from elastic_rl.faults.context import FaultContext, InjectionEnded
 from elastic_rl.faults.processes import PROCESS_KINDS, ProcessKind, Struck, Way
 from elastic_rl.faults.undo import Undo, UndoRegistry, undo_all
+from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.processes import RUN_MARK
 
 pytestmark = pytest.mark.skipif(
     not ptrace.supported() or os.geteuid() != 0, reason="needs Linux on x86-64, and the permission to debug")
@@ -81,10 +83,15 @@ def context(tmp_path: Path) -> FaultContext:
                         cast(Any, None), undo=UndoRegistry(tmp_path))
 
 
+def marks_of(context: FaultContext) -> dict[str, str]:
+    """The environment of the processes of its job."""
+    return {RUN_MARK: str(JobPaths.of(context.cfg).private)}
+
+
 @pytest.mark.parametrize(("way", "seconds"), [(Way.CLOCK_SET_BACK, -3600), (Way.CLOCK_SET_AHEAD, 3600)])
 def test_struck_process_has_the_wrong_clock_until_the_fault_is_over(
         way: Way, seconds: int, context: FaultContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(TELLS) as process, ThreadPoolExecutor(1) as pool:
+    with running(TELLS, marks_of(context)) as process, ThreadPoolExecutor(1) as pool:
         assert abs(offset(process)) < NEAR_S
         monkeypatch.setitem(cast(Any, PROCESS_KINDS), "dcs", ProcessKind("dcs", lambda of: [process.pid], "dcs"))
         struck = pool.submit(Struck(context, "dcs", way, seconds=600.0).inject)
@@ -98,7 +105,7 @@ def test_struck_process_has_the_wrong_clock_until_the_fault_is_over(
 
 def test_fault_whose_process_ends_meanwhile_has_no_witness(context: FaultContext,
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(TELLS) as process, ThreadPoolExecutor(1) as pool:
+    with running(TELLS, marks_of(context)) as process, ThreadPoolExecutor(1) as pool:
         assert abs(offset(process)) < NEAR_S
         monkeypatch.setitem(cast(Any, PROCESS_KINDS), "dcs", ProcessKind("dcs", lambda of: [process.pid], "dcs"))
         struck = pool.submit(Struck(context, "dcs", Way.CLOCK_SET_BACK, seconds=600.0).inject)
@@ -107,6 +114,15 @@ def test_fault_whose_process_ends_meanwhile_has_no_witness(context: FaultContext
         process.wait()
         context.ended.set()
         assert struck.result(60)[1] == "" and context.undo.pending() == []
+
+
+def test_clock_that_is_not_to_be_set_any_more_stays(context: FaultContext) -> None:
+    with running(TELLS) as process:
+        assert abs(offset(process)) < NEAR_S
+        context.end()
+        with pytest.raises(InjectionEnded):
+            clock.set_by(process.pid, 3600, context.striking("its clock was set"))
+        assert abs(offset(process)) < NEAR_S, "it goes on, as it was"
 
 
 def test_clock_that_somebody_has_set_is_reset_by_whoever_comes_next(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from elastic_rl.faults import injector as injectors
 from elastic_rl.faults.context import Fault, FaultContext, InjectionEnded, VictimTaken, stopped
 from elastic_rl.faults.injector import Elapsed, FaultInjector
 from elastic_rl.faults.undo import Undo, UndoRegistry
+from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.processes import RUN_MARK
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 
 NOTHING = UndoRegistry(Path("/nonexistent"))
@@ -328,8 +330,10 @@ def test_fault_without_a_witness_did_not_happen_whatever_came_after_it(tmp_path:
 def test_no_process_is_struck_once_the_injection_has_ended(tmp_path: Path) -> None:
     cfg, nothing = config.parse({"job": "j", "run_dir": str(tmp_path)}), cast("Any", None)
     context = FaultContext(cfg, nothing, nothing, nothing)
-    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as child:
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"],
+                          env={RUN_MARK: str(JobPaths.of(cfg).private)}) as child:
         try:
+            wait_until(lambda: context.owns(psutil.Process(child.pid)), what="its environment")
             context.end()
             process = psutil.Process(child.pid)
             for strike in (lambda: context.kill(child.pid), lambda: context.stop(process),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -64,6 +65,15 @@ class Context(HostsContext):
         return self.lacks
 
 
+def end_waits(context: HostsContext) -> bool:
+    """Whether an abort, which comes from another thread, has to wait for a strike that is under way."""
+    with ThreadPoolExecutor(1) as other:
+        free = other.submit(context._gate.acquire, blocking=False).result()
+        if free:
+            other.submit(context._gate.release).result()
+    return not free
+
+
 class Done:
     """What a fault has done, in the place of a network."""
 
@@ -71,9 +81,15 @@ class Done:
 
     def __init__(self, *, seen: bool = True) -> None:
         self.begun, self.ended, self.seen = 0, 0, seen
+        self.waits = list[bool]()
+        """Whether an abort would have had to wait, while the host was struck and while the witness was looked for."""
 
     def _begin(self) -> str:
-        self.begun += 1
+        fault = cast(HostFault, self)
+        with fault._striking():
+            self.begun += 1
+            self.waits.append(end_waits(fault.context))
+        self.waits.append(end_waits(fault.context))
         if not self.seen:
             raise FaultNotSeen("nothing has happened")
         return "seen"
@@ -102,7 +118,7 @@ def test_fault_strikes_once_is_ended_once_and_gives_its_host_back(tmp_path: Path
     context = Context(tmp_path)
     fault = Cut(context)
     assert fault.inject() == ("leader on a, node-0", "seen") and fault.state == "leader"
-    assert [what for _, what in context.struck] == ["leader_host_cut of a"]
+    assert [what for _, what in context.struck] == ["leader_host_cut of a"] and fault.waits == [True, False]
     assert context.take_host(Victim.LEADER) == "", "the host has a fault"
     context.lacks = "the run"
     assert not fault.healed() and not fault.healed() and fault.ended == 1

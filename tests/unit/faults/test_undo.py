@@ -97,6 +97,22 @@ def test_line_that_a_killed_writer_has_torn_hides_no_other(process: subprocess.P
     assert registry.pending() == [first, second]
 
 
+def test_entry_that_the_disk_has_not_taken_is_an_error_and_hides_no_other(process: subprocess.Popen[bytes],
+                                                                           tmp_path: Path) -> None:
+    registry = UndoRegistry(tmp_path)
+    first = registry.note(Undo.CONTINUE, process.pid)
+    struck, (_, most) = False, resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:  # the kernel writes what fits, as on a disk that is nearly full
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "undo.jsonl").stat().st_size + 20, most))
+        with pytest.raises(OSError, match="20 of"), registry.noted(Undo.CONTINUE, process.pid):
+            struck = True
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert not struck
+    second = registry.note(Undo.END, process.pid)
+    assert registry.pending() == [first, second]
+
+
 _NO_ENTRIES = (b"5", b"[]", b'{"id": []}', b'{"done": {}}', b"\xff\xfe", b"[" * 100_000, b'{"id": 3, "undo": "end"}')
 """Lines that are no entries."""
 _ODD = (b'"undo": "unheard-of", "pid": 1, "started": 0', b'"undo": "continue", "pid": 1e400, "started": 0',
@@ -116,7 +132,9 @@ def test_odd_lines_keep_nothing_else_from_being_undone(process: subprocess.Popen
             b'{"id": "%d", "machine": "%s", %s}' % (i, machine, odd) for i, odd in enumerate(_ODD)), b""]))
     undone = undo_all(tmp_path)
     assert undone.done == [f"continue {process.pid}"] and len(undone.failed) == len(_ODD)
-    assert any("unheard-of" in line for line in undone.failed)
+    assert sum(": it is of another release" in line and line.endswith("undo it by hand") for line in undone.failed
+               ) == 3, "those of an unknown kind, and without one"
+    assert any(line.startswith("unheard-of 1: ") for line in undone.failed)
     _is(process, psutil.STATUS_SLEEPING)
     assert undo_all(tmp_path) == Undone([], undone.failed), "what failed is still noted"
 
@@ -124,7 +142,7 @@ def test_odd_lines_keep_nothing_else_from_being_undone(process: subprocess.Popen
 def test_entry_of_another_machine_or_boot_stays_noted(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
     registry = UndoRegistry(tmp_path)
     entry = registry.note(Undo.END, process.pid)
-    registry._append({**entry, "machine": "another-boot.1"})
+    registry._append({**entry, "machine": "another-boot.1", "undo": "of another release, too"})
     with pytest.raises(NotUndone):
         registry.undo({**entry, "machine": "another-boot.1"})
     [line] = undo_all(tmp_path).failed

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,16 +22,19 @@ from elastic_rl.dcs.manifest import Packer
 from elastic_rl.errors import DeadlineExceeded, EtcdUnavailable, Fenced
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults import outages, stale, storage
-from elastic_rl.faults.context import FaultContext, InjectionEnded, VictimTaken
-from elastic_rl.faults.hosts import EtcdQuorumStopped
+from elastic_rl.faults.context import FaultContext, ForeignProcess, InjectionEnded, VictimTaken, stopped
+from elastic_rl.faults.hosts import EtcdQuorumStopped, HostsContext, Victim, etcd_killed
 from elastic_rl.faults.outages import SecondActor
 from elastic_rl.faults.processes import PROCESS_KINDS, Struck, Way
 from elastic_rl.faults.stale import RacingRequests
 from elastic_rl.faults.states import State, provoked
 from elastic_rl.faults.storage import ChunksDamaged, DiskRefusesWrites
 from elastic_rl.faults.undo import UndoRegistry
+from elastic_rl.host.paths import ClusterPaths, JobPaths
+from elastic_rl.host.processes import OWNER_ENV, RUN_MARK
 
 NOTHING: Any = None
+Start = Callable[..., subprocess.Popen[bytes]]
 
 
 class Context(FaultContext):
@@ -58,20 +62,22 @@ def context(tmp_path: Path) -> Context:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+def start(context: Context) -> Iterator[Start]:
+    """Starts processes of the job, or ones that have this code and this in their environment."""
     started = list[subprocess.Popen[bytes]]()
 
-    def one() -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]))
+    def one(env: Mapping[str, str] | None = None, code: str = "import signal; signal.pause()"
+            ) -> subprocess.Popen[bytes]:
+        env = {RUN_MARK: str(JobPaths.of(context.cfg).private)} if env is None else env
+        started.append(subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **env}))
+        wait_until(lambda: psutil.Process(started[-1].pid).environ().items() >= env.items() and psutil.Process(
+            started[-1].pid).cmdline(), what="its environment")
         return started[-1]
 
     yield one
     for process in started:
         process.kill()
         process.wait()
-
-
-Start = Callable[[], subprocess.Popen[bytes]]
 
 
 @pytest.mark.parametrize("unsaved", [0, 3])
@@ -152,7 +158,7 @@ def test_clients_that_race_put_the_size_of_the_pool_back_which_is_noted_before(t
     assert context.undo.pending() == []
 
 
-def _end_waits(context: Context) -> bool:
+def _end_waits(context: FaultContext) -> bool:
     """Whether an abort, which comes from another thread, has to wait for a strike that is under way."""
     with ThreadPoolExecutor(1) as other:
         free = other.submit(context._gate.acquire, blocking=False).result()
@@ -198,22 +204,63 @@ def test_clients_end_with_the_injection(tmp_path: Path) -> None:
     assert asked == [7]
 
 
-def test_members_of_etcd_that_are_stopped_are_noted(tmp_path: Path, start: Start) -> None:
-    member = psutil.Process(start().pid)
+class Hosts(HostsContext):
+    """Three hosts, each with a member of etcd, whose leader is on the first one."""
 
-    def away() -> int:
+    def __init__(self, folder: Path, members: Mapping[str, psutil.Process]) -> None:
+        self.members_of_etcd, self.leads_now, self.waits = members, "a", list[bool]()
+        isolated = SimpleNamespace(processes=lambda name: [members[name]])
+        hosts = SimpleNamespace(isolated=isolated, all=lambda: [SimpleNamespace(name=n, address=n) for n in members])
+        super().__init__(cast(Any, hosts), config.parse({"job": "j", "run_dir": str(folder)}),
+                         cast(Any, SimpleNamespace(revision=self.revision)), NOTHING, 3,
+                         undo=UndoRegistry(folder / "undo"))
+
+    def revision(self) -> int:
+        self.waits.append(_end_waits(self))
         raise EtcdUnavailable("no member answers")
 
-    hosts: Any = SimpleNamespace(candidates=lambda victim: [], names=["h"], control_hosts=1, etcd=SimpleNamespace(
-        revision=away), processes_on=lambda host, part: [member], undo=UndoRegistry(tmp_path))
-    fault = EtcdQuorumStopped(hosts, 0.0)
-    fault.host = "h"
-    fault._prepare()
-    assert "etcd does not answer" in fault._begin() and member.status() == psutil.STATUS_STOPPED
-    assert [entry["pid"] for entry in hosts.undo.pending()] == [member.pid]
-    fault._end()
-    wait_until(lambda: member.status() != psutil.STATUS_STOPPED, what="the member to go on")
+    def candidates(self, victim: Victim) -> list[str]:
+        return [self.leads_now] if victim is Victim.ETCD_LEADER else []
+
+    def names_on(self, host: str) -> list[str]:
+        return [host]
+
+    def leads(self) -> None:
+        return None
+
+    def processes_on(self, host: str, part: str) -> list[psutil.Process]:
+        return [self.members_of_etcd[host]]
+
+
+@pytest.fixture
+def hosts(start: Start, tmp_path: Path) -> Hosts:
+    return Hosts(tmp_path, {name: psutil.Process(start({}).pid) for name in "abc"})
+
+
+def test_members_of_etcd_that_are_stopped_are_noted_and_an_abort_does_not_wait_for_the_witness(hosts: Hosts) -> None:
+    fault, [one, two, other] = EtcdQuorumStopped(hosts, 0.0), hosts.members_of_etcd.values()
+    assert "etcd does not answer" in fault.inject()[1] and hosts.waits == [False]
+    assert [entry["pid"] for entry in hosts.undo.pending()] == [one.pid, two.pid]
+    assert [p.status() == psutil.STATUS_STOPPED for p in (one, two, other)] == [True, True, False]
+    fault.give_up()
+    wait_until(lambda: psutil.STATUS_STOPPED not in (one.status(), two.status()), what="the members to go on")
     assert hosts.undo.pending() == []
+
+
+def test_member_of_etcd_that_another_fault_has_killed_is_not_killed_again(hosts: Hosts) -> None:
+    member = hosts.members_of_etcd["a"]
+    hosts.take(member)
+    with pytest.raises(VictimTaken):
+        etcd_killed(hosts, Victim.ETCD_LEADER).inject()
+    assert hosts.struck == [] and member.is_running()
+    hosts._taken.clear()
+    fault = etcd_killed(hosts, Victim.ETCD_LEADER)
+    fault._prepare = lambda: setattr(hosts, "leads_now", "b")  # type: ignore[method-assign]
+    with pytest.raises(VictimTaken, match="no more"):
+        fault.inject()
+    assert hosts.struck == [] and member.is_running()
+    hosts.leads_now = "a"
+    assert "SIGKILL" in etcd_killed(hosts, Victim.ETCD_LEADER).inject()[1], "who was not struck was not taken"
 
 
 def test_each_attempt_to_provoke_a_state_is_in_the_witness(context: Context) -> None:
@@ -271,7 +318,8 @@ def test_coordinator_is_back_when_there_are_as_many_as_before(context: Context, 
 def test_zombie_driver_is_one_that_goes_on_and_whose_write_is_refused(
         refused: bool, lives: bool, context: Context, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = subprocess.Popen([sys.executable, "-uc", "import signal, sys; signal.signal(signal.SIGCONT, lambda *_: "
-                               "sys.exit(0)); print('ready'); signal.pause()"], stdout=subprocess.PIPE)
+                               "sys.exit(0)); print('ready'); signal.pause()"], stdout=subprocess.PIPE,
+                              env={RUN_MARK: str(JobPaths.of(context.cfg).private)})
     assert driver.stdout is not None and driver.stdout.readline(), "it ends when it goes on, as one that is fenced"
 
     def require() -> None:
@@ -317,6 +365,48 @@ def test_process_is_the_victim_of_one_fault(context: Context, start: Start) -> N
     with pytest.raises(VictimTaken):
         context.kill(victim.pid)
     assert victim.poll() is None and context.struck == []
+
+
+@pytest.mark.parametrize("env", [{}, {RUN_MARK: "/runs/another/cluster"}])
+def test_process_that_is_none_of_the_job_or_its_cluster_is_left_alone(env: dict[str, str], context: Context,
+                                                                     start: Start) -> None:
+    other = psutil.Process(start(env).pid)
+    limit = resource.prlimit(other.pid, resource.RLIMIT_FSIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PROCESS_KINDS, "dcs", replace(PROCESS_KINDS["dcs"], pids=lambda of: [other.pid]))
+        patch.setattr(storage, "_node", lambda of: other.pid)
+        caught = Struck(context, "dcs", Way.PAUSED, seconds=1.0, state=State("busy", lambda of, pid: "busy"))
+        for strike in (lambda: context.kill(other.pid), lambda: context.take(other), lambda: context.stop(other),
+                       lambda: stopped(context, other).__enter__(), lambda: DiskRefusesWrites(context, 1.0).inject(),
+                       *(Struck(context, "dcs", way, seconds=0.0 if way.ends else 1.0).inject for way in Way),
+                       caught.inject):
+            with pytest.raises(ForeignProcess, match=f"pid {other.pid} is no process of the job j or its cluster"):
+                strike()
+    assert other.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    assert context.struck == [] and context.undo.pending() == []
+    assert resource.prlimit(other.pid, resource.RLIMIT_FSIZE) == limit
+
+
+def test_services_of_the_cluster_are_its_own_as_are_those_that_have_lost_their_marks_to_their_titles(
+        context: Context, start: Start) -> None:
+    service = start({OWNER_ENV: str(ClusterPaths.of(context.cfg).folder)})
+    parent = start(code="import signal, subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import signal, "
+                        "setproctitle; setproctitle.setproctitle(\"sglang::scheduler\"); signal.pause()'])")
+
+    def titled() -> list[psutil.Process]:
+        return [p for p in psutil.Process(parent.pid).children() if p.cmdline()[:1] == ["sglang::scheduler"]]
+
+    [scheduler] = wait_until(titled, what="its title")
+    assert not scheduler.environ() and context.owns(scheduler) and context.owns(psutil.Process(service.pid))
+    context.kill(scheduler.pid)
+
+
+def test_process_of_another_user_is_none_of_the_job(context: Context, start: Start,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    process = psutil.Process(start().pid)
+    assert context.owns(process)
+    monkeypatch.setattr(os, "geteuid", lambda: process.uids().real + 1)
+    assert not context.owns(process)
 
 
 def test_process_that_is_sent_sigterm_is_not_the_victim_of_a_kill(context: Context, start: Start,
