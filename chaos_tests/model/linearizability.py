@@ -2,8 +2,9 @@
 answer, so that all of them in this order are what a sequential model does.
 
 The search is that of Wing and Gong, with the cache of Lowe ("Testing for linearizability", 2017), which knows what was
-tried already: the set of operations so far, and the state after them. It is exponential at worst, so it has a limit: a
-history that cannot be decided is no history that is right.
+tried already: the set of operations so far, and the state after them. An operation that can come now and changes
+nothing, such as a reading, is not tried later as well: what can follow without it can follow it too. The search is
+exponential at worst, so it has a limit: a history that cannot be decided is no history that is right.
 """
 
 from __future__ import annotations
@@ -109,35 +110,42 @@ class _Search(Generic[S]):
     def run(self) -> Violation | None:
         head = self._linked()
         state, done = self.model.initial, 0
-        order: list[tuple[_Entry, S]] = []
+        order: list[tuple[_Entry, S, bool]] = []
         tried = {(done, state)}
         entry = head.after
         while entry is not None:
             if entry.answer is not None:  # a call: may it come next?
                 after = self.model.step(state, entry.operation)
+                idle = after == state
+                if after is None or idle and entry.operation.ended_s is None:  # that one need not have happened
+                    entry = entry.after
+                    continue
                 now = (done | 1 << entry.number, after)
-                if after is not None and now not in tried:
+                if now not in tried:
                     if len(tried) >= self.max_tried:
                         raise Undecided(f"{self.key}: {len(self.operations)} operations, {len(tried)} states tried")
-                    tried.add(now)  # type: ignore[arg-type]
-                    order.append((entry, state))
-                    done, state = now[0], after
+                    tried.add(now)
+                    order.append((entry, state, idle))
+                    done, state = now
                     entry.take_out()
                     entry = head.after
-                else:
+                    continue
+                if not idle:
                     entry = entry.after
+                    continue
             elif entry.operation.ended_s is None:
                 return None  # answers that never came are behind all that did: what is left need not have happened
-            else:
-                if len(order) >= len(self._longest):
-                    self._longest = [e for e, _ in order]
-                    self._stuck = _under_way(head, entry)
+            elif len(order) >= len(self._longest):
+                self._longest = [e for e, _, _ in order]
+                self._stuck = _under_way(head, entry)
+            idle = True
+            while idle:  # back to the last one that may come later
                 if not order:
                     return Violation(self.key, [e.operation for e in self._longest], self._stuck)
-                last, state = order.pop()
-                done &= ~(1 << last.number)
-                last.put_back()
-                entry = last.after
+                entry, state, idle = order.pop()
+                done &= ~(1 << entry.number)
+                entry.put_back()
+            entry = entry.after
         return None
 
     def _linked(self) -> _Entry:

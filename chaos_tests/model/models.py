@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from chaos_tests.model import assignment, catalog, counter, created, number, operation, registration, terms
+from chaos_tests.model import assignment, catalog, created, number, operation, terms
 from chaos_tests.model.linearizability import Model
 
 CATALOG, TERMS, ASSIGNMENT, OPERATION = "catalog", "terms", "assignment", "operation"
-NUMBER, REGISTRATION, COUNTER = "number", "registration", "counter"
-POOL, CREATED = "pool", "created"
+NUMBER, POOL, CREATED = "number", "pool", "created"
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,6 @@ MODELS: Mapping[str, Judge] = MappingProxyType({
     ASSIGNMENT: Judge("I1", assignment.Assignment()),
     OPERATION: Judge("I10", operation.CreatedOnce()),
     NUMBER: Judge("I1", number.VersionedNumber()),
-    REGISTRATION: Judge("I1", registration.Registration()),
-    COUNTER: Judge("I1", counter.Counter()),
     POOL: Judge("I1", number.VersionedNumber(rewritten=True)),
     CREATED: Judge("I10", created.CreatedOnce()),
 })

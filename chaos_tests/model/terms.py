@@ -1,4 +1,4 @@
-"""Terms: who may write, one after the other (leaders of an election, epochs, generations of a driver)."""
+"""Terms: who may write, one after the other, as the leaders of an election do."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from typing import Any
 from chaos_tests.history import Operation
 
 FENCED = "fenced"
-"""Result of a call under a term that is over."""
+"""Result of a ``write`` under a term that is over."""
 
 
 class Call(StrEnum):
     ACQUIRE = "acquire"
     """No argument; the result is the number of the term that begins, and ends the one before."""
-    RENEW = "renew"
-    """Argument: the term. Result: None, or FENCED."""
-    RESIGN = "resign"
-    """Argument: the term, which ends. Result: None, or FENCED."""
     WRITE = "write"
     """Argument: [term, value]. Result: None, or FENCED."""
     READ = "read"
@@ -28,31 +24,31 @@ class Call(StrEnum):
 @dataclass(frozen=True)
 class State:
     term: int = 0
+    """The newest one whose number its holder was told."""
     held: bool = False
-    """Whether the holder of that term has not resigned."""
+    """Whether that term may still write."""
     value: Any = None
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Terms count up by one. Only the newest one writes, until its holder resigns or the next one begins, which may be
-    at any time: leases end. What was written stays."""
+    """The numbers of terms rise, by one or by more: those of an election are revisions of etcd. Only the newest term
+    writes. It is over when the next one begins, or before, since a lease may end at any time: who was refused once
+    never writes again. What was written stays."""
 
     initial: State = State()
 
     def step(self, state: State, operation: Operation) -> State | None:
         known, result = operation.ended_s is not None, operation.result
-        call = Call(operation.call)
-        if call is Call.READ:
-            return state if not known or result == state.value else None
-        if call is Call.ACQUIRE:
-            return State(state.term + 1, True, state.value) if not known or result == state.term + 1 else None
-        term = operation.argument[0] if call is Call.WRITE else operation.argument
-        holds = state.held and term == state.term
-        if not known and not holds or known and result == FENCED and not holds:
-            return state
-        if not holds or known and result == FENCED:
-            return None
-        if call is Call.WRITE:
-            return replace(state, value=operation.argument[1])
-        return replace(state, held=False) if call is Call.RESIGN else state
+        match Call(operation.call):
+            case Call.READ:
+                return state if not known or result == state.value else None
+            case Call.ACQUIRE if not known:
+                return state  # nobody writes under a number that nobody was told, and a term may end without a cause
+            case Call.ACQUIRE:
+                return State(result, True, state.value) if result > state.term else None
+            case Call.WRITE:
+                term, value = operation.argument
+                if known and result == FENCED:
+                    return replace(state, held=state.held and term != state.term) if term <= state.term else None
+                return replace(state, value=value) if state.held and term == state.term else None

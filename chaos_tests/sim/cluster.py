@@ -229,7 +229,7 @@ class ClusterWorld(ElectionWorld):
                 guard = self._guard(r)
                 if guard is None:
                     break
-                yield from self._call(r, lambda w=write, g=guard: self._apply(r, w, g))  # type: ignore[misc]
+                yield from self._send(r, reading, write, guard)
             if leader_s - persisted >= 3.0 and (guard := self._guard(r)) is not None:
                 persisted = leader_s
                 put = Op.put(KEYS.leader_clock(), str(leader_s).encode())
@@ -243,12 +243,16 @@ class ClusterWorld(ElectionWorld):
         """The fencing token of a replica; None when it does not lead."""
         return [r.protocol.guard] if r.protocol is not None and r.protocol.leads else None
 
-    def _apply(self, r: Replica, write: ClusterWrite, guard: list[Compare]) -> None:
-        """A write of a leader as it arrives at etcd."""
+    def _send(self, r: Replica, reading: ClusterReading, write: ClusterWrite, guard: list[Compare]) -> Process:
+        """Sends etcd a write of a leader that has decided by ``reading``."""
+        yield from self._call(r, lambda: self._apply(r, write, guard))
+
+    def _apply(self, r: Replica, write: ClusterWrite, guard: list[Compare]) -> bool:
+        """A write of a leader as it arrives at etcd, and whether etcd takes it."""
         before = self.etcd.keys.get(write.key)
         if not self._txn_of(r, [*guard, *write.compares], write.op, *write.also):
             self.counts["refused"] += 1
-            return
+            return False
         raw = before.value if before is not None else None
         match write.record:
             case HostState():
@@ -257,6 +261,7 @@ class ClusterWorld(ElectionWorld):
                 self._assignment_written(write.key, _decoded(Assignment, raw) if raw else Assignment(), write.record)
             case JobState():
                 self._job_written(write.key, _decoded(JobState, raw) if raw else None, write.record)
+        return True
 
     def _txn_of(self, r: Replica, compares: list[Compare], *ops: Op) -> int:
         """A transaction of a leader. Only the one that leads by etcd's word may change anything (I1)."""
@@ -433,13 +438,18 @@ class ClusterWorld(ElectionWorld):
                   for kv in kvs}
 
         def arrive() -> Process:
-            agent.known = agent.known.updated(asked, revision, orders)
-            for name, order in orders.items():
-                host.newest[name] = max(host.newest.get(name, 0), order.generation)
+            self._orders_read(host, agent, asked, revision, orders)
             return
             yield
 
         self.spawn(arrive(), agent)
+
+    def _orders_read(self, host: SimHost, agent: SimAgent, asked: float, revision: int, orders: dict[str, Order]
+                     ) -> None:
+        """A reading of the assignments has arrived, which the agent requested when its clock was ``asked``."""
+        agent.known = agent.known.updated(asked, revision, orders)
+        for name, order in orders.items():
+            host.newest[name] = max(host.newest.get(name, 0), order.generation)
 
     def _look(self, host: SimHost, agent: SimAgent) -> Process:
         """The agent's passes over its services."""

@@ -267,12 +267,13 @@ class Simulation(ElectionWorld):
             if r.protocol is not None and r.protocol.leads:
                 self.spawn(self._write(r, r.protocol.revision, r.protocol.guard))
 
-    def _write(self, r: Replica, term: int, guard: Compare) -> Process:
+    def _write(self, r: Replica, term: int, guard: Compare, *more: Op) -> Process:
+        """A write on its way to etcd; returns whether etcd took it. ``more``: what is written with it."""
         yield self._latency(r)
         first = leading(self.etcd.range(self.candidates))
-        if not self.etcd.txn([guard], [self._of_leader(r, term)]):
+        if not self.etcd.txn([guard], [self._of_leader(r, term), *more]):
             self.seen.refused += 1
-            return
+            return False
         if first is None or first.key != self.candidates + r.name:
             self.seen.faults.append(f"{self.now:.3f}: {r.name} wrote in term {term} while {first} led")
         if self.seen.applied and self.seen.applied[-1][2] > term:
@@ -281,6 +282,7 @@ class Simulation(ElectionWorld):
             self.seen.faults.append(f"{self.now:.3f}: two writers in term {term}")
         self.seen.applied.append((self.now, r.name, term))
         self.seen.terms.add(term)
+        return True
 
     def _of_leader(self, r: Replica, term: int) -> Op:
         """What a leader writes: it announces its term first, and then that it lives."""

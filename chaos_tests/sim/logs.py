@@ -1,5 +1,5 @@
 """Simulated worlds that write the event log of a real run, for the validators of real runs to judge: what the
-independent observer sees in etcd, the faults, and what receivers of alerts get."""
+independent observer sees in etcd, what clients were told, the faults, and what receivers of alerts get."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import suppress
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.sim import alerts, cluster, election
 from chaos_tests.sim.alerts import Died, MemoryEtcd
-from chaos_tests.sim.store import Log, ObservedModel
+from chaos_tests.sim.recorded import RecordedCluster, RecordedElection
+from chaos_tests.sim.store import Log
 from chaos_tests.sim.violation import Violation
 from chaos_tests.sim.worlds import function_of
 from chaos_tests.validate.attribution import AFTER_S
@@ -25,18 +26,18 @@ _FAULTS = 3
 
 def _election(seed: int) -> list[Event]:
     log = Log("election", seed, cluster=election.CLUSTER)
-    world = election.Simulation(seed, replicas=2 + seed % 3, quiet_at=election.QUIET_AT_S, etcd=ObservedModel(log))
-    log.clock = lambda: world.now
+    world = RecordedElection(seed, log)
     world.run(election.END_S)
+    world.close()
     return log.end()
 
 
 def _cluster(seed: int) -> list[Event]:
     log = Log("cluster", seed, cluster=cluster.KEYS.cluster)
-    world = cluster.ClusterWorld(seed, cluster.parallel_jobs(seed), ObservedModel(log))
-    log.clock = lambda: world.now
+    world = RecordedCluster(seed, log)
     with suppress(Violation):
         world.run()
+    world.close()
     return log.end()
 
 

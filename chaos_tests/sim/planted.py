@@ -372,6 +372,13 @@ def _jobs_of_a_stale_reading(patch: Patch) -> None:
         replace(write, compares=()) for write in job_writes(*given)])
 
 
+def _assignments_of_a_stale_reading(patch: Patch) -> None:
+    """Their other conditions stay: the records of the job and of the hosts that are concerned."""
+    writes = cluster_pass._assignment_writes
+    patch.setattr(cluster_pass, "_assignment_writes", lambda *given: [
+        replace(write, compares=tuple(c for c in write.compares if c.target != "version")) for write in writes(*given)])
+
+
 def _lost_hosts_that_return_are_ready(patch: Patch) -> None:
     advance = hosts.advance
 
@@ -515,6 +522,11 @@ PLANTED: tuple[Planted, ...] = (
             "a start replaces the settings of a job that has versions", _settings_are_replaced, by=Check.LOG),
     Planted("assignments-are-deleted", "cluster", "I1", "the generation of an assignment begins again at 1",
             _released_assignments_are_deleted, by=Check.LOG),
+    Planted("assignments-of-a-stale-reading", "cluster", "I1",
+            "the leader replaces an assignment that it does not know", _assignments_of_a_stale_reading, 9, by=Check.LOG,
+            says="no order of these operations"),
+    Planted("write-of-a-term-that-is-over", "election", "I1", "clients see that a replica that was replaced writes",
+            _leader_writes_without_its_guard, 8, by=Check.LOG, says="no order of these operations"),
     Planted("ended-jobs-go-on", "cluster", "I11", "the leader writes the states of jobs by a stale reading",
             _jobs_of_a_stale_reading, 1, by=Check.LOG),
     Planted("ended-operations-go-on", "engines", "I10", "an operation that has ended is followed, and ends again",

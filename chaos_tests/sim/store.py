@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
 from chaos_tests.event_log import FORM, Event, Kind
+from chaos_tests.history import Operation
 from chaos_tests.sim.election import Model
 from elastic_rl.errors import EtcdUnavailable, LeaseLost
 from elastic_rl.etcd.client import EtcdClient, Page
@@ -37,6 +38,10 @@ class Log:
         self.write(Kind.CHANGE, revision=revision, put=kv is not None, key=key,
                    create=kv.create_revision if kv is not None else 0,
                    value=kv.value.decode() if kv is not None else "")
+
+    def operation(self, operation: Operation) -> None:
+        """A client was told the result of a call, or will not be."""
+        self.write(Kind.OPERATION, **asdict(operation))
 
     def end(self, **found: Any) -> list[Event]:
         """All records, with the last one. ``found``: what it has of a job that has ended."""

@@ -158,6 +158,15 @@ def test_history_that_is_too_entangled_is_undecided_and_not_right() -> None:
     assert len(check(MODEL, [*reversed(writes), wrong])) == 1
 
 
+def test_readings_that_overlap_are_not_tried_in_all_orders() -> None:
+    readings = [Operation(str(n), "k", READ, None, 0.0, 9.0, [0, 1]) for n in range(60)]
+    lost = [Operation(f"lost {n}", "k", WRITE, 0, 0.0) for n in range(60)]  # of the number that is there
+    wrong = Operation("r", "k", READ, None, 10.0, 11.0, [50, 99])
+    assert check(MODEL, [*readings, *lost], max_tried=100) == []
+    [found] = check(MODEL, [*readings, *lost, wrong], max_tried=100)
+    assert found.stuck[-1] == wrong
+
+
 def test_operation_that_ends_before_it_begins_is_no_history() -> None:
     with pytest.raises(ValueError, match="ends before it begins"):
         check(MODEL, [Operation("a", "k", READ, None, 2.0, 1.0, [0, 1])])

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chaos_tests.history import Operation
-from chaos_tests.model import assignment, catalog, counter, created, models, operation, registration, terms
+from chaos_tests.model import assignment, catalog, created, models, operation, terms
 from chaos_tests.model.linearizability import check
 
 REFUSED = "refused"
@@ -251,31 +251,28 @@ def test_catalog_model_lets_an_unpinned_version_go() -> None:
         ("release", 3), ("abort", 4)]
 
 
-# -- terms, assignments, operations, registrations, counters -----------------------------------------------------------
+# -- terms, assignments, operations, created things, pools -------------------------------------------------------------
 @dataclass
 class TermsObject:
+    """Terms under leases, whose numbers are revisions."""
+
     bug: str = ""
+    chance: random.Random = field(default_factory=lambda: random.Random(5))
     term: int = 0
     held: bool = False
     value: Any = None
     before: Any = None
 
     def acquire(self, client: str, _: Any) -> int:
-        self.held = True
-        if self.bug != "term twice" or self.term != 3:
-            self.term += 1
+        same = self.bug == "term twice" and self.term > 3
+        self.term, self.held = self.term if same else self.term + self.chance.randint(1, 3), True
         return self.term
 
-    def renew(self, client: str, term: int) -> str | None:
-        return None if self.held and term == self.term else terms.FENCED
-
-    def resign(self, client: str, term: int) -> str | None:
-        result = self.renew(client, term)
-        self.held = self.held and result is not None
-        return result
-
     def write(self, client: str, argument: list[Any]) -> str | None:
-        if self.bug != "no fencing" and self.renew(client, argument[0]) is not None:
+        self.held = self.held and self.chance.random() > 0.1  # its lease may have ended
+        if self.bug == "fenced for a moment" and self.chance.random() < 0.2:
+            return terms.FENCED
+        if self.bug != "no fencing" and not (self.held and argument[0] == self.term):
             return terms.FENCED
         if self.bug != "lost update" or self.term % 3:
             self.before, self.value = self.value, argument[1]
@@ -289,8 +286,7 @@ def terms_script(client: Client) -> tuple[str, Any]:
     mine = client.last("acquire")
     if mine is None or client.choose.random() < 0.1:
         return "acquire", None
-    return client.choose.choice([("renew", mine[2]), ("write", [mine[2], client.choose.random()]), ("read", None),
-                                 ("resign", mine[2]) if client.choose.random() < 0.2 else ("read", None)])
+    return client.choose.choice([("write", [mine[2], client.choose.random()]), ("read", None)])
 
 
 @dataclass
@@ -358,53 +354,6 @@ def operation_script(client: Client) -> tuple[str, Any]:
 
 
 @dataclass
-class RegistrationObject:
-    bug: str = ""
-    engine: str = ""
-    count: int = 0
-
-    def register(self, client: str, _: Any) -> str:
-        if self.engine and (self.bug != "registered twice" or self.count % 2):
-            return registration.CONFLICT
-        if self.bug != "id reused":
-            self.count += 1
-        self.engine = f"engine-{self.count}"
-        return self.engine
-
-    def deregister(self, client: str, engine: str) -> str | None:
-        if engine != self.engine:
-            return registration.ABSENT
-        self.engine = ""
-        return None
-
-    def read(self, client: str, _: Any) -> str:
-        return self.engine
-
-
-def registration_script(client: Client) -> tuple[str, Any]:
-    seen = client.last("read", "register")
-    if seen is None or seen[2] in ("", registration.CONFLICT):
-        return client.choose.choice([("register", None), ("read", None)])
-    return client.choose.choice([("deregister", seen[2]), ("read", None)])
-
-
-@dataclass
-class CounterObject:
-    bug: str = ""
-    given: dict[str, int] = field(default_factory=dict)
-
-    def add(self, client: str, key: str) -> int:
-        if key not in self.given or self.bug == "counted twice":
-            self.given[key] = max(self.given.values(), default=0) + (not (
-                self.bug == "number twice" and len(self.given) == 4))
-        return self.given[key]
-
-
-def counter_script(client: Client) -> tuple[str, Any]:
-    return "add", f"key-{client.choose.randrange(12)}"
-
-
-@dataclass
 class CreatedObject:
     """A thing that one key creates."""
 
@@ -462,12 +411,11 @@ def pool_script(client: Client) -> tuple[str, Any]:
 
 
 OBJECTS: dict[str, tuple[type, Script, list[str]]] = {
-    "terms": (TermsObject, terms_script, ["term twice", "no fencing", "lost update", "stale read"]),
+    "terms": (TermsObject, terms_script, ["term twice", "no fencing", "fenced for a moment", "lost update",
+                                           "stale read"]),
     "assignment": (AssignmentObject, assignment_script, ["put without its condition", "generation twice",
                                                          "resurrected"]),
     "operation": (OperationObject, operation_script, ["created twice", "end is not final", "deleted while it runs"]),
-    "registration": (RegistrationObject, registration_script, ["registered twice", "id reused"]),
-    "counter": (CounterObject, counter_script, ["counted twice", "number twice"]),
     "created": (CreatedObject, created_script, ["created twice", "created again", "delete without effect"]),
     "pool": (PoolObject, pool_script, ["stale read", "another number"]),
 }
@@ -491,7 +439,37 @@ def test_every_model_is_tried() -> None:
     assert {*OBJECTS, "catalog", "number"} == {*models.MODELS}
 
 
-def test_counter_gives_each_key_one_number() -> None:
-    twice = [answered("a", counter.ADD, "x", 1, 0), answered("b", counter.ADD, "x", 1, 2)]
-    assert check(MODEL["counter"], twice) == []
-    assert check(MODEL["counter"], [*twice, answered("b", counter.ADD, "y", 1, 4)]) != []
+HELD = [answered("a", "acquire", None, 5, 0), answered("a", "write", [5, "x"], None, 2)]
+OVER = [*HELD, answered("b", "acquire", None, 9, 4)]
+
+
+@pytest.mark.parametrize("more", [
+    [*HELD, answered("b", "acquire", None, 5, 4)],
+    [*HELD, answered("b", "acquire", None, 4, 4)],
+    [*OVER, answered("a", "write", [5, "y"], None, 6)],
+    [*OVER, answered("b", "write", [9, "y"], None, 6), answered("r", "read", None, "x", 8)],
+    [*OVER, answered("r", "read", None, None, 6)],
+    [*HELD, answered("a", "write", [5, "y"], terms.FENCED, 4), answered("a", "write", [5, "z"], None, 6)],
+    [*OVER, Operation("a", "k", "write", [5, "y"], 6), answered("r", "read", None, "y", 8)],
+    [*HELD, answered("b", "write", [9, "y"], None, 4)],
+    [*HELD, answered("b", "write", [9, "y"], terms.FENCED, 4)],
+], ids=["number twice", "lower number", "after the next began", "lost update", "stale read", "after it was fenced",
+        "unknown write after the next began", "before it began", "fenced before it began"])
+def test_terms_model_refuses(more: list[Operation]) -> None:
+    assert check(MODEL["terms"], OVER) == [] and check(MODEL["terms"], more) != []
+
+
+def test_terms_model_lets_a_term_end_at_any_time() -> None:
+    fenced = [*HELD, answered("a", "write", [5, "y"], terms.FENCED, 4), answered("r", "read", None, "x", 6)]
+    assert check(MODEL["terms"], fenced) == []
+    lost = Operation("b", "k", "acquire", None, 4)
+    assert check(MODEL["terms"], [*HELD, lost, answered("a", "write", [5, "y"], None, 6)]) == [], "it did not begin"
+    assert check(MODEL["terms"], [*fenced, lost, answered("a", "acquire", None, 12, 8),
+                                  answered("a", "write", [12, "z"], None, 10)]) == [], "it may have had number 9"
+
+
+def test_terms_model_lets_a_late_write_come_before_the_next_term() -> None:
+    late = answered("a", "write", [5, "y"], None, 3, 9)
+    assert check(MODEL["terms"], [*OVER, late, answered("r", "read", None, "y", 10)]) == []
+    seen = answered("r", "read", None, "x", 6)
+    assert check(MODEL["terms"], [*OVER, late, seen, answered("r", "read", None, "y", 10)]) != [], "it came after"

@@ -12,11 +12,17 @@ import pytest
 from support.budget import seeds
 
 from chaos_tests.event_log import Kind
+from chaos_tests.model.models import ASSIGNMENT, TERMS
+from chaos_tests.model.terms import FENCED
+from chaos_tests.sim import cluster, election
 from chaos_tests.sim.logs import LOGS, violated
 from chaos_tests.sim.patch import Patch
 from chaos_tests.sim.planted import PLANTED, Caught, Check, Missed, Planted
-from chaos_tests.sim.worlds import WORLDS, failures
-from chaos_tests.validate.judge import judge
+from chaos_tests.sim.recorded import RecordedCluster, RecordedElection
+from chaos_tests.sim.store import Log
+from chaos_tests.sim.worlds import STEPS, WORLDS, Counted, failures
+from chaos_tests.validate import histories
+from chaos_tests.validate.judge import CHECKERS, broken, judge
 from chaos_tests.validate.verdict import RULES, State
 from elastic_rl.coordinator.election.protocol import ElectionProtocol
 from elastic_rl.dcs.catalog.writer import StreamWriter
@@ -47,6 +53,42 @@ def test_log_without_a_planted_bug_shows_that_the_rules_of_its_bugs_are_kept(wor
     state = {verdict.rule: verdict.state for verdict in judge(LOGS[world](3))}
     of_bugs = {bug.rule for bug in PLANTED if bug.by is Check.LOG and bug.world == world}
     assert of_bugs and {state[rule] for rule in of_bugs} == {State.KEPT}
+
+
+@pytest.mark.parametrize("world, model, calls", [
+    ("election", TERMS, {"acquire", "write", "read"}), ("cluster", ASSIGNMENT, {"put", "read"})])
+def test_log_has_what_clients_of_the_world_were_told(world: str, model: str, calls: set[str]) -> None:
+    events = LOGS[world](2)
+    told = [event for event in events if event["kind"] == Kind.OPERATION]
+    assert {(event["model"], event["call"]) for event in told} == {(model, call) for call in calls}
+    assert any(event["ended_s"] is None for event in told) and len(told) > 200
+    [of_rule] = [verdict for verdict in judge(events) if verdict.rule == "I1"]
+    assert f"{len(told):,} operations of clients, by {model}" in of_rule.evidence
+
+
+def test_history_of_an_election_has_refused_writes_of_terms_that_are_over() -> None:
+    told = [event for event in LOGS["election"](2) if event["kind"] == Kind.OPERATION]
+    assert any(event["result"] == FENCED for event in told)
+
+
+@pytest.mark.parametrize("name, seen_otherwise", [
+    ("write-of-a-term-that-is-over", True), ("assignments-of-a-stale-reading", False),
+    ("assignments-are-deleted", True)])
+def test_bug_is_caught_by_what_clients_were_told(name: str, seen_otherwise: bool) -> None:
+    bug = next(bug for bug in PLANTED if bug.name == name)
+    with bug.planted():
+        events = LOGS[bug.world](bug.seed)
+    assert {violation.rule for violation in broken(events, histories.CHECKERS)} == {"I1"}
+    others = broken(events, [checker for checker in CHECKERS if checker not in histories.CHECKERS])
+    assert ("I1" in {violation.rule for violation in others}) == seen_otherwise
+
+
+def test_history_changes_nothing_in_its_world() -> None:
+    def happened(world: Counted) -> dict[str, int]:
+        return {kind: count for kind, count in world.counts.items() if kind != STEPS}
+
+    assert happened(RecordedElection(3, Log("election", 3)).run(election.END_S)) == happened(election.run(3))
+    assert happened(RecordedCluster(3, Log("cluster", 3)).run()) == happened(cluster.run(3))
 
 
 @pytest.mark.parametrize("world", LOGS)
