@@ -24,6 +24,8 @@ from elastic_rl.runtime.waiting import wait_until
 log = logging.getLogger(__name__)
 
 ABORT_FILE, LOCK_FILE = "abort", "runner.lock"
+TRIES = "try-*"
+"""Folders of the runs of ``chaos shrink``, in its own."""
 _REACTS_S = 60.0
 """Time for a run that is told to end to undo what it did."""
 _AFTERWARDS_S = 60.0
@@ -118,7 +120,11 @@ def abort(folder: Path) -> Undone | None:
     undoes what its faults have left, and returns what it did. Raises ConfigError for a folder without a run, and
     DeadlineExceeded for one whose process does not react."""
     if not (folder / LOCK_FILE).exists():
-        raise ConfigError(f"no chaos run was in {folder}", hint="name the folder that `elastic-rl chaos run` has said")
+        running = [str(lock.parent) for name in ("*", TRIES) for lock in folder.glob(f"{name}/{LOCK_FILE}")
+                   if is_running(lock.parent)]
+        raise ConfigError(f"no chaos run was in {folder}", hint=(
+            f"name {running[0]}, where one runs" if running else
+            "name the folder that `elastic-rl chaos run` has said"))
     if is_running(folder):
         file, registry = folder / ABORT_FILE, UndoRegistry(folder)
         _opened(file, os.O_WRONLY | os.O_CREAT).close()
@@ -155,7 +161,7 @@ def left_by_killed_runs(results: Path) -> dict[str, list[str]]:
 
 def _killed_runs(results: Path) -> Iterator[Path]:
     """Folders of this user's runs that go on no more and have noted what undoes their faults."""
-    for file in sorted(results.glob(f"*/{FILE}")):
+    for file in sorted((*results.glob(f"*/{FILE}"), *results.glob(f"*/{TRIES}/{FILE}"))):
         try:
             require_own_folder(file.parent, hint="")
             if is_running(file.parent):

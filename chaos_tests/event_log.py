@@ -114,8 +114,8 @@ Form = Callable[[Any], bool]
 
 
 def _is(*types: type[Any]) -> Form:
-    """A number that is no integer is finite."""
-    return lambda value: type(value) in types and (type(value) is not float or -_MOST_S < value < _MOST_S)
+    """A number is so small that others can be reckoned from it."""
+    return lambda value: type(value) in types and (type(value) not in (int, float) or -_MOST_S < value < _MOST_S)
 
 
 def _list_of(form: Form) -> Form:
@@ -177,13 +177,15 @@ def read(path: Path) -> Iterator[Event]:
     """The records of a log, in the order of the file. A last line without its end is that of a process that was killed
     while it wrote it, and is left out. Raises ValueError, which says where, for a file that is no log of this form, and
     OSError."""
-    ended = False
+    ended, number = False, 0
     with open(path, "rb", opener=_without_waiting) as lines:
         for number in itertools.count(1):
             line = lines.readline(_MOST_BYTES)
             if not line.endswith(b"\n"):
                 if len(line) == _MOST_BYTES:
                     raise ValueError(f"{path}, line {number}, is longer than {_MOST_BYTES >> 20} MiB")
+                if number == 1:
+                    raise ValueError(f"{path} has no record: the run ended before it began")
                 return
             try:
                 record = json.loads(line)

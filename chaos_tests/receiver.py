@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import re
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -48,12 +49,17 @@ def notices(title: str, body: str) -> Iterator[Notice]:
 
 
 class Receiver:
-    """An HTTP server on an address of this machine that takes notifications until ``close``."""
+    """An HTTP server on an address of this machine that takes notifications, of who knows its URL, until ``close``."""
 
     def __init__(self, on_notice: Callable[[Notice], None], address: str = "127.0.0.1") -> None:
         """``address``: one that this machine has, or is going to have."""
+        path = f"/{secrets.token_hex(16)}"
+
         class Server(http.server.ThreadingHTTPServer):
             daemon_threads = True
+
+            def handle_error(self, *_: object) -> None:
+                pass  # who sends it has ended the connection, and sends it again
 
             def server_bind(self) -> None:
                 self.socket.setsockopt(socket.IPPROTO_IP, _IP_FREEBIND, 1)
@@ -61,21 +67,30 @@ class Receiver:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                read = self.rfile.read(max(0, min(int(self.headers["content-length"] or 0), _MAX_BYTES)))
+                if self.path.rstrip("/") != path:
+                    self._answer(404)
+                    return
                 try:
-                    sent = json.loads(read)
-                    for notice in notices(str(sent["title"]), str(sent["message"])):
-                        on_notice(notice)
-                finally:
-                    self.send_response(200)
-                    self.send_header("content-length", "0")
-                    self.end_headers()
+                    length = min(int(self.headers["content-length"] or 0), _MAX_BYTES)
+                    sent = json.loads(self.rfile.read(max(0, length)))
+                    found = [*notices(str(sent["title"]), str(sent["message"]))]
+                except (ValueError, TypeError, LookupError):
+                    self._answer(400)
+                    return
+                for notice in found:
+                    on_notice(notice)
+                self._answer(200)
+
+            def _answer(self, code: int) -> None:
+                self.send_response(code)
+                self.send_header("content-length", "0")
+                self.end_headers()
 
             def log_message(self, *_: object) -> None:
                 pass
 
         self._server = Server((address, 0), Handler)
-        self.url = f"json://{address}:{self._server.server_port}"
+        self.url = f"json://{address}:{self._server.server_port}{path}"
         """Apprise URL."""
         threading.Thread(target=self._server.serve_forever, name="receiver", daemon=True).start()
 

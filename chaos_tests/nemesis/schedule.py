@@ -9,7 +9,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,8 @@ FORM = 2
 """Form of the file. One of another form is refused."""
 _MOST = 1 << 128
 """Numbers of a schedule are below it; a seed may be long."""
+_MOST_STEPS, _MOST_MINUTES = 10_000_000, 60_000.0
+"""As long as ``chaos run`` lets a run be."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,19 @@ class Schedule:
     def from_json(cls, text: str, catalogue: Collection[str]) -> Schedule:
         """Raises ValueError for what is no schedule of this form, or names faults that are not in the catalogue."""
         try:
-            read = json.loads(text)
+            read = json.loads(text, object_pairs_hook=_once)
         except RecursionError as e:
             raise ValueError("it is nested too deeply") from e
         if not isinstance(read, dict) or read.get("form") != FORM:
             raise ValueError(f"this is no schedule of form {FORM}")
         try:
-            if type(read["strikes"]) is not list:
-                raise TypeError("strikes are no list")
+            if type(read["strikes"]) is not list or not all(type(strike) is dict for strike in read["strikes"]):
+                raise TypeError("strikes are no list of objects")
             strikes = tuple(Strike(_whole(s["step"]), _words(s["faults"]), _number(s["second"]))
                             for s in read["strikes"])
+            for of, kind in ((read, cls), *((strike, Strike) for strike in read["strikes"])):
+                if unknown := of.keys() - {field.name for field in fields(kind)} - {"form"}:
+                    raise TypeError(f"unknown fields: {', '.join(sorted(unknown))}")
             found = cls(_whole(read["seed"]), _whole(read["steps"]), strikes, _number(read["minutes"]),
                         _word(read["scenario"]), _words(read["settings"]), _choice(read.get("baseline")))
         except (KeyError, TypeError, OverflowError) as e:
@@ -81,8 +86,10 @@ class Schedule:
             raise ValueError("each strike has faults, each of them once")
         if odd := next((word for word in found.settings if not (word.startswith("--") and "=" in word)), ""):
             raise ValueError(f"{odd!r} is no setting of the form --key.sub=value")
-        if unknown := {name for strike in strikes for name in strike.faults} - {*catalogue}:
-            raise ValueError(f"unknown faults: {', '.join(sorted(unknown))}; known: {', '.join(sorted(catalogue))}")
+        if strange := {name for strike in strikes for name in strike.faults} - {*catalogue}:
+            raise ValueError(f"unknown faults: {', '.join(sorted(strange))}; known: {', '.join(sorted(catalogue))}")
+        if bool(found.steps) == found.by_time or found.steps > _MOST_STEPS or found.minutes > _MOST_MINUTES:
+            raise ValueError(f"a run has steps, at most {_MOST_STEPS:,}, or minutes, at most {_MOST_MINUTES:,.0f}")
         if found.by_time:
             turns, last = [strike.second for strike in strikes], found.minutes * 60
             mixed = found.steps or any(strike.step for strike in strikes)
@@ -92,6 +99,13 @@ class Schedule:
         if mixed or turns != sorted(set(turns)) or (turns and not 0 < turns[0] <= turns[-1] <= last):
             raise ValueError("strikes are at steps of the run, or at seconds of it, each at its own, in order")
         return found
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError where it has a name twice."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("an object has a name twice")
+    return found
 
 
 def _whole(value: Any) -> int:

@@ -116,7 +116,8 @@ def write(folder: Path) -> Judged:
     report = build(judged)
     text = json.dumps(_finite(report), indent=1, allow_nan=False) + "\n"
     for name, content in ((REPORT, text), (PAGE, render(report, judged.run, judged.baseline))):
-        replace_file(folder / name, content, private=True)
+        # The name of a process, say, may have bytes that are no text.
+        replace_file(folder / name, content.encode("utf-8", "replace").decode(), private=True)
     return judged
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
@@ -39,7 +40,9 @@ _WORDS = {State.KEPT: "✓ kept", State.VIOLATED: "✗ violated", State.UNSEEN: 
 def render(report: Mapping[str, Any], run: Timeline, baseline: Timeline | None) -> str:
     """HTML of a report (``build``'s), with the steps of the run and of its baseline."""
     at = report.get("began_at")
-    when = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC") if isinstance(at, int | float) else ""
+    when = ""
+    with suppress(ValueError, OverflowError, OSError, TypeError):  # a time of another age, or none
+        when = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
     state = "passed" if report["passed"] else "failed"
     numbers = report["statistics"]
     head = (f'<header><div><h1>Chaos run: {escape(str(report.get("scenario") or "without a scenario"))}</h1>'
@@ -66,7 +69,7 @@ def _tiles(report: Mapping[str, Any]) -> str:
         ("effective training time", _percent(numbers["effective_training_time_ratio"]), "of the wall time"),
         ("groups lost / twice", "–" if lost is None else f"{lost} / {twice}",
          f"{counted(numbers['steps_redone'], 'step')} done again"),
-        ("alerts", str(numbers["alerts"]), f"of {counted(numbers['parts_struck'], 'part')} struck"),
+        ("alerts", str(numbers["alerts"]), f"{counted(numbers['parts_struck'], 'part')} struck"),
         ("wrong-version tokens", str(numbers["wrong_version_tokens"]), f"{numbers['samples']:,} samples"),
     ]
     cells = [f"<div><span>{escape(a)}</span><b>{escape(b)}</b><small>{escape(c)}</small></div>" for a, b, c in tiles]

@@ -190,7 +190,11 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
             raise ConfigError(f"the run in {path} broke no rule", hint="name one that has failed")
         _progress(f"a part fails that breaks {' or '.join(sorted(broken))}")
     folder = out_folder or _new_folder(schedule, Path("runs"), "shrink")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except FileExistsError as e:
+        raise ConfigError(f"there is a folder {folder}, or a file, already", hint="name a new one with --out") from e
+    _undo_of_killed_runs(folder.parent)
     runs = 0
 
     def keep(part: Schedule) -> None:
@@ -199,6 +203,7 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
     def fails(part: Schedule) -> bool:
         nonlocal runs
         runs += 1
+        _progress(f"try {runs}: the results go to {folder / f'try-{runs}'}")
         outcome = _run_to_end(lambda switch: runner.run(part, folder / f"try-{runs}", say=_progress, switch=switch))
         if by_operator(outcome.aborted):
             raise typer.Exit(Exit.INTERRUPTED)
@@ -256,11 +261,11 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
         raise ConfigError(f"there is no {report.EVENTS} in {folder}", hint="name a folder that `chaos run` has written")
     with _of_a_log(folder):
         outcome = runner.outcome_of(folder)
-        first = next(iter(Records(folder / report.EVENTS)), {})
+        first = next(iter(Records(folder / report.EVENTS)))
+        arguments, again = report.arguments(first), report.reproduce(first)
     if "must_see" not in first:
         _progress("the log is of an earlier release: it does not say which rules the run had to show")
-    has_schedule = (folder / runner.SCHEDULE).is_file()
-    _show(outcome, output, report.arguments(first), again="" if has_schedule else report.reproduce(first))
+    _show(outcome, output, arguments, again="" if (folder / runner.SCHEDULE).is_file() else again, interrupted=False)
 
 
 @contextmanager
@@ -268,7 +273,7 @@ def _of_a_log(folder: Path) -> Iterator[None]:
     """The block judges a log. Raises ConfigError where it cannot be judged."""
     try:
         yield
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OSError) as e:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, OSError) as e:
         logging.getLogger(__name__).debug("the log in %s cannot be judged", folder, exc_info=True)
         raise ConfigError(str(e) if isinstance(e, ValueError | OSError) else
                           f"the log in {folder} has records of another form: {type(e).__name__} {e}",
@@ -533,31 +538,38 @@ def _new_folder(schedule: Schedule, run_dir: Path, what: str = "") -> Path:
     return run_dir.resolve() / "chaos" / "-".join(words)
 
 
-def _show(outcome: Outcome, output: Format, arguments: Sequence[str] = (), *, again: str = "") -> None:
+def _show(outcome: Outcome, output: Format, arguments: Sequence[str] = (), *, again: str = "", interrupted: bool = True
+          ) -> None:
     """Prints the outcome of a run, and ends the command with its code. ``arguments``: of the line that runs its
-    schedule again; ``again``: another line that does, where there is no schedule."""
+    schedule again; ``again``: another line that does, where there is no schedule. ``interrupted``: whether a run that
+    somebody has ended has the code of that: not where it is judged again."""
     from chaos_tests.abort import by_operator
     again = again or shlex.join(["elastic-rl", "chaos", "replay", str(outcome.folder / "schedule.json"), *arguments])
     if output is Format.JSON:
         tables.write_json({**asdict(outcome), "folder": str(outcome.folder), "failed": outcome.failed, "again": again})
     else:
         for line in outcome.wrong[:_PROBLEMS_SHOWN]:
-            say(f"VIOLATION  {line}")
+            say(f"VIOLATION  {_one_line(line)}")
         if len(outcome.wrong) > _PROBLEMS_SHOWN:
             say(f"and {len(outcome.wrong) - _PROBLEMS_SHOWN} more")
         if outcome.aborted:
-            say(f"aborted: {outcome.aborted}")
+            say(f"aborted: {_one_line(outcome.aborted)}")
         elif outcome.wrong:
             say(f"{len(outcome.wrong)} violations")
         say(f"{len(outcome.kept)} rules kept"
             + (f", {len(outcome.unseen)} unseen: {', '.join(outcome.unseen)}" if outcome.unseen else ""))
         say(f"results  {outcome.folder}")
-        say(f"again    {again}")
+        say(f"again    {_one_line(again)}")
     if outcome.failed:
-        raise typer.Exit(Exit.INTERRUPTED if by_operator(outcome.aborted) else Exit.FAILED)
+        raise typer.Exit(Exit.INTERRUPTED if interrupted and by_operator(outcome.aborted) else Exit.FAILED)
+
+
+def _one_line(text: str) -> str:
+    """What others have written forges no line of this command."""
+    return " ".join(text.splitlines())
 
 
 def _progress(line: str) -> None:
     """Nobody may be there to read it: the run goes on, and takes down what it has brought up."""
     with suppress(OSError):
-        say(line, to_err=True)
+        say(_one_line(line), to_err=True)

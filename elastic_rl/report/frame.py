@@ -9,12 +9,15 @@ from math import ceil, floor, log10
 WIDTH = 920
 LEFT, RIGHT, TOP = 48, 16, 14
 Point = tuple[float, float]
+_LARGEST = 1e300
+"""Sums and differences of values up to this one are finite."""
 MOST_MARKED = 50
 """Most faults, and lanes of engines, that a chart has: the newest."""
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About ``count`` round values that span [low, high]."""
+    """About ``count`` round values that span [low, high], as far as numbers can be drawn."""
+    low, high = (max(-_LARGEST, min(value, _LARGEST)) for value in (low, high))
     if high - low < 1e-9:  # ticks are rounded to a tenth of that
         high = low + 1
     raw = (high - low) / max(1, count)

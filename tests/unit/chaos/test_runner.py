@@ -11,13 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
 import pytest
 
 from chaos_tests import runner
 from chaos_tests.abort import AbortSwitch
 from chaos_tests.event_log import Event, EventLog, Kind, read
 from chaos_tests.nemesis.schedule import Schedule
-from chaos_tests.receiver import Notice, notices
+from chaos_tests.receiver import Notice, Receiver, notices
 from chaos_tests.scenarios import SCENARIOS
 from chaos_tests.traffic.traffic import Traffic
 from chaos_tests.traffic.workloads import Workload
@@ -45,6 +46,20 @@ def test_notifications_of_the_product_are_read(count: int, phase: Phase) -> None
     assert {notice.phase for notice in found} == {phase.value}
     if count < 10:
         assert Notice("engine.dead", "10.0.0.0:2379", phase.value, "id0") in found
+
+
+def test_receiver_takes_notices_of_who_knows_its_url_alone() -> None:
+    got = list[Notice]()
+    receiver = Receiver(got.append)
+    try:
+        url = receiver.url.replace("json://", "http://")
+        sent = {"title": "[FIRING] job: engine.dead e", "message": "it is\nid=1 phase=firing severity=error"}
+        assert httpx.post(url.rpartition("/")[0] + "/", json=sent).status_code == 404 and not got
+        for bad in (b"[1]", b"\xff", b"{}"):
+            assert httpx.post(url, content=bad).status_code == 400 and not got
+        assert httpx.post(url, json=sent).status_code == 200 and got == [Notice("engine.dead", "e", "firing", "1")]
+    finally:
+        receiver.close()
 
 
 def test_what_is_no_alert_is_no_notice() -> None:

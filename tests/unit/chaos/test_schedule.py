@@ -65,7 +65,10 @@ def test_numbers_that_do_not_fit_are_refused(steps: int, faults: int, catalogue:
 
 
 @pytest.mark.parametrize("changed", [
-    {"form": 1}, {"minutes": 1.0}, {"settings": None}, {"minutes": "x"}, {"baseline": 1}, {"baseline": "no"},
+    {"form": 1}, {"minutes": 1.0}, {"settings": None}, {"minutes": "x"}, {"baseline": 1},
+    {"baseline": "no"}, {"evil": 1}, {"form": 2.5},
+    {"strikes": [{"step": 3, "faults": ["fault-1"], "second": 0, "x": 1}]}, {"steps": 0},
+    {"strikes": [], "steps": 1 << 70},
     {"strikes": [{"step": 3, "faults": ["fault-1"], "second": 2.0}]},
     {"minutes": math.inf}, {"minutes": math.nan}, {"minutes": True}, {"minutes": 10**400}, {"seed": -1},
     {"seed": 1 << 200},
@@ -83,6 +86,12 @@ def test_file_that_is_no_schedule_is_refused(changed: dict[str, Any]) -> None:
     fields = json.loads(drawn(1, 60, 6, CATALOGUE).to_json())
     with pytest.raises(ValueError):
         Schedule.from_json(json.dumps(fields | changed), [*CATALOGUE])
+
+
+def test_schedule_with_a_name_twice_is_refused() -> None:
+    text = drawn(1, 60, 6, CATALOGUE).to_json().replace('"seed": 1,', '"seed": 1, "seed": 2,')
+    with pytest.raises(ValueError, match="a name twice"):
+        Schedule.from_json(text, [*CATALOGUE])
 
 
 def test_schedule_that_is_nested_too_deeply_is_refused() -> None:
