@@ -44,6 +44,9 @@ class Kind(StrEnum):
     OPERATION = "operation"
     """An operation of a client, as ``chaos_tests.history.Operation`` has it: ``client``, ``key``, ``call``,
     ``argument``, ``began_s``, ``ended_s``, ``result``; ``model`` names the sequential model that judges it."""
+    UNANSWERED = "unanswered"
+    """A try of a client that got no answer and certainly had no effect, so that no model needs it: ``client``, ``key``,
+    ``call``, ``model``. Logs of earlier releases have none."""
     CHANGE = "change"
     """A change of a key in etcd, as the independent observer saw it: ``revision``, ``put``, ``key``, ``create``,
     ``value``; of a value that is too long for the log only ``omitted_bytes``."""
@@ -150,6 +153,7 @@ _FORMS: Mapping[str, Sequence[tuple[Sequence[str], Form, bool]]] = {
     Kind.FAULT: ((("name",), _TEXT, True), (("breaks",), _TEXT, False), (("parts", "seen_in"), _TEXTS, False),
                  (("injected_at", "detected_at", "healed_at"), _TIME_OR_NONE, False)),
     Kind.OPERATION: ((("key",), _TEXT, True), (("began_s",), _TIME, True), (("ended_s",), _TIME_OR_NONE, False)),
+    Kind.UNANSWERED: ((("client", "call", "model"), _TEXT, True),),
     Kind.CHANGE: ((("revision",), _NUMBER, True), (("key",), _TEXT, True), (("create",), _NUMBER, False),
                   (("put",), _TRUTH, True), (("value",), _TEXT, False)),
     Kind.GAP: ((("first", "last"), _NUMBER, True),),

@@ -42,6 +42,11 @@ class Refused(Exception):
     """A call that was refused, and certainly had no effect: it is left out of the history."""
 
 
+class Unanswered(Refused):
+    """A call that certainly had no effect, since nobody was there who could answer it: it is left out of the history,
+    and the log has it as a try."""
+
+
 class Unknown(Exception):
     """A call of which nobody knows whether it had its effect: a lost answer, a time-out, a server that died."""
 
@@ -78,8 +83,10 @@ class Recorder:
             yield answer
             if answer.known:
                 now = replace(begun, ended_s=self._clock(), result=answer.result)
-        except Refused:
+        except Refused as e:
             now = None
+            if isinstance(e, Unanswered) and self._log is not None:
+                self._log.write(Kind.UNANSWERED, client=begun.client, key=key, call=call, model=begun.model)
         except Unknown:
             pass
         finally:

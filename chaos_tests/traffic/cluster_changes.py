@@ -14,7 +14,7 @@ from chaos_tests.model.host_spec import change_of_host, wanted_of_host
 from chaos_tests.model.number import READ, WRITE
 from chaos_tests.model.operation import ABSENT
 from chaos_tests.model.operation import Call as OperationCall
-from chaos_tests.traffic.pool_changes import POOL, PoolCalls, refuse_unless, revision_of, send
+from chaos_tests.traffic.pool_changes import POOL, PoolCalls, reading, refuse_unless, revision_of, send
 from elastic_rl.coordinator.api_paths import host_path, job_path
 
 _CALL_S = 3.0
@@ -56,7 +56,6 @@ class ClusterCalls:
     def wanted(self, replica: str, host: str, client: str, timeout_s: float = _CALL_S) -> bool:
         with self.recorder.operation(client, host, READ, model=models.NUMBER) as answer:
             got = self._read(self.target.urls[replica] + host_path(host), timeout_s)
-            refuse_unless(got, 200)
             answer.is_([wanted_of_host(got.json()["spec"]), revision_of(got)])
         return answer.known
 
@@ -73,9 +72,7 @@ class ClusterCalls:
         """State of an operation, or ABSENT; "" where no replica says it."""
         with self.recorder.operation(client, f"key {key}", OperationCall.GET, operation, model=models.OPERATION
                                      ) as answer:
-            got = self._read(f"{self.job_url(replica)}/operations/{operation}", timeout_s)
-            if got.status_code != 404:
-                refuse_unless(got, 200)
+            got = self._read(f"{self.job_url(replica)}/operations/{operation}", timeout_s, may_be_absent=True)
             answer.is_(got.json()["state"] if got.status_code == 200 else ABSENT)
         return str(answer.result or "")
 
@@ -92,7 +89,6 @@ class ClusterCalls:
         """Whether a silence is listed; False also where no replica says so."""
         with self.recorder.operation(client, f"silence {key}", created.READ, silence, model=models.CREATED) as answer:
             got = self._read(f"{self.job_url(replica)}/silences?limit={_PAGE}", _CALL_S)
-            refuse_unless(got, 200)
             answer.is_(silence in {each["id"] for each in got.json()["items"]})
         return bool(answer.result)
 
@@ -111,15 +107,16 @@ class ClusterCalls:
         """Id of an engine of the pool that is ready; "" where no replica says one."""
         with contextlib.suppress(Refused):
             got = self._read(f"{self.job_url(replica)}/engines?limit={_PAGE}", _CALL_S)
-            refuse_unless(got, 200)
             return next((e["id"] for e in got.json()["items"] if e["pool"] == POOL and e["state"] == "ready"), "")
         return ""
 
     def _send(self, method: str, url: str, timeout_s: float, **more: Any) -> Any:
         return send(method, url, timeout_s, self.target.headers, self.target.verify, **more)
 
-    def _read(self, url: str, timeout_s: float) -> Any:
-        try:
-            return self._send("GET", url, timeout_s)
-        except Unknown:
-            raise Refused from None  # a read has no effect
+    def _read(self, url: str, timeout_s: float, *, may_be_absent: bool = False) -> Any:
+        """``may_be_absent``: whether 404 is an answer too."""
+        with reading():
+            got = self._send("GET", url, timeout_s)
+            if not (may_be_absent and got.status_code == 404):
+                refuse_unless(got, 200)
+        return got

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from chaos_tests.history import Recorder, Refused, Unknown
+from chaos_tests.history import Recorder, Refused, Unanswered, Unknown
 from chaos_tests.model.number import READ, WRITE
 from elastic_rl.net import http_client
 
@@ -47,11 +48,9 @@ class PoolCalls:
     def read(self, url: str, *, client: str = "", timeout_s: float = 2.0) -> bool:
         """Returns whether there was an answer."""
         with self.recorder.operation(client or url, POOL, READ, model=self._model) as answer:
-            try:
+            with reading():
                 got = self._send("GET", f"{url}/pools/{POOL}", timeout_s)
-            except Unknown:
-                raise Refused from None
-            refuse_unless(got, 200)
+                refuse_unless(got, 200)
             answer.is_([got.json()["desired"], revision_of(got)])
         return answer.known
 
@@ -61,23 +60,34 @@ class PoolCalls:
 
 def send(method: str, url: str, timeout_s: float, access: Mapping[str, str], verify: Any, *,
          headers: Mapping[str, str] = {}, **more: Any) -> httpx.Response:
-    """The answer to a request. ``access``: headers of every request; ``headers``: of this one. Raises Refused where it
-    was not sent, and Unknown where its answer was lost."""
+    """The answer to a request. ``access``: headers of every request; ``headers``: of this one. Raises Unanswered where
+    it was not sent, and Unknown where its answer was lost."""
     try:
         return http_client.request(method, url, headers={**access, "If-Match": "*", **headers},
                                    timeout=timeout_s, verify=verify, **more)
     except (httpx.ConnectError, httpx.ConnectTimeout):
-        raise Refused from None
+        raise Unanswered from None
     except httpx.HTTPError:
         raise Unknown from None
 
 
 def refuse_unless(got: httpx.Response, status: int) -> None:
-    """Raises Unknown for an answer that says that the outcome is unknown, and Refused for any other but this one."""
-    if got.status_code == 504:
-        raise Unknown
-    if got.status_code != status:
-        raise Refused
+    """Raises for any answer but this one: Refused, and for 503 Unanswered, where the API's documentation says that
+    nothing was done; else Unknown, also for a 500, which may come after the write."""
+    if got.status_code == status:
+        return
+    if got.status_code == 503:
+        raise Unanswered
+    raise Refused if got.is_client_error else Unknown
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Inside, something is read, which has no effect: Unknown becomes Unanswered."""
+    try:
+        yield
+    except Unknown:
+        raise Unanswered from None
 
 
 def revision_of(answer: httpx.Response) -> int:

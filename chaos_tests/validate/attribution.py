@@ -41,6 +41,9 @@ _PARTS: Mapping[str, frozenset[Part]] = {
     "host": frozenset({Part.HOSTS}), "queue": frozenset({Part.ROLES})}
 """Component of an alert's kind → the parts whose loss gives it; a component that is not here is a role."""
 _KNOWN = frozenset(part.value for part in Part)
+_OF_EACH_HOST = frozenset({Part.COORDINATORS, Part.DCS, Part.HOSTS})
+"""Parts that each host has, and that go on where another host is lost. The target of a fault of a host names its own;
+of its member of etcd it has the address, which no event names."""
 
 
 def began(fault: Event) -> float:
@@ -96,11 +99,14 @@ def _of_record(fault: Event, name: str) -> Sequence[Part]:
 
 def explains(fault: Event, event: Event) -> bool:
     """Whether a fault may be the reason for an event of the product: it is seen in its part, or names its subject; or
-    the event says how a fault goes on, of any that takes something away."""
+    the event says how a fault goes on, of any that takes something away. Of what each host has, the fault of one host
+    is the reason where it names it."""
     if not (seen := seen_in(fault)):
         return False
-    return bool(parts(str(event["name"])) & seen or str(event["name"]).startswith(_CONSEQUENCES)
-                or names(fault, str(event["subject"])))
+    if str(event["name"]).startswith(_CONSEQUENCES) or names(fault, str(event["subject"])):
+        return True
+    of = parts(str(event["name"]))
+    return bool(of & seen) and not (Part.HOSTS in struck(fault)[:1] and of <= _OF_EACH_HOST)
 
 
 def names(fault: Event, subject: str) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from chaos_tests.event_log import Event, Kind
+from chaos_tests.validate.attribution import began, ended
 from chaos_tests.validate.replay import Transaction, is_job
 from chaos_tests.validate.running import STATUS, Patience
 from chaos_tests.validate.verdict import OWN_TARGETS, Checker
@@ -16,6 +19,8 @@ _FEWEST = 20
 """Of fewer operations nothing is said."""
 _AFTER_S = 30.0
 """Time after a fault in which an operation may end that it has left without an answer."""
+_SILENT_S = 60.0
+"""Longest that a client, which calls every few seconds, is without an answer, not counting the time of faults."""
 
 
 class _UntilTheEnd(Checker):
@@ -81,30 +86,41 @@ class LastSteps(_UntilTheEnd):
 
 
 class Answered(_UntilTheEnd):
-    """While no fault is under way, clients get answers."""
+    """While no fault is under way, clients get answers, and none of them waits long for the next one."""
 
     rule = "I10"
-    reads = frozenset({Kind.FAULT, Kind.OPERATION})
+    reads = frozenset({Kind.FAULT, Kind.OPERATION, Kind.UNANSWERED})
     lacks = "the log has too few operations of clients while no fault was under way"
 
     def __init__(self) -> None:
         super().__init__()
         self._faults, self._operations = list[Event](), list[tuple[float, str, bool]]()
         self._of, self._answered = Counter[str](), Counter[str]()
+        self._heard = defaultdict[str, list[float]](list)
+        """When each client had its answers, after its first try."""
+        self._tried = dict[str, float]()
+        """When each client tried last."""
 
     def see(self, event: Event) -> None:
         if event["kind"] == Kind.FAULT:
             self._faults.append(event)
         elif not self._ended:
-            self._operations.append((float(event["at"]), f"{event.get('call')} of {event.get('model')}",
-                                     event.get("ended_s") is not None))
+            at, client, answered = float(event["at"]), str(event.get("client")), event.get("ended_s") is not None
+            self._operations.append((at, f"{event.get('call')} of {event.get('model')}", answered))
+            self._tried[client] = at
+            if answered or client not in self._heard:
+                self._heard[client].append(at)
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
-        away = [(float(fault["injected_at"]) - 1.0, float(fault.get("healed_at") or self._last) + _AFTER_S)
-                for fault in self._faults if fault.get("injected_at") is not None]
+        away = sorted((began(fault) - 1.0, ended(fault)) for fault in self._faults
+                      if fault.get("injected_at") is not None)
+        for client, since, until in self._silences():
+            if (silent := _beside(away, since, until)) > _SILENT_S:
+                self.violated(f"{client} got no answer for {until - since:.0f} s, in {silent:.0f} s of which no fault "
+                              "was under way")
         for at, what, answered in self._operations:
-            if not any(begin <= at <= until for begin, until in away):
+            if not any(begin <= at <= until + _AFTER_S for begin, until in away):
                 self._of[what] += 1
                 self._answered[what] += answered
         for what, count in self._of.items():
@@ -112,14 +128,25 @@ class Answered(_UntilTheEnd):
                 self.violated(f"{count - self._answered[what]} of {count} operations ({what}) got no answer, while no "
                               "fault was under way")
 
-    @property
-    def _last(self) -> float:
-        return self._operations[-1][0] if self._operations else 0.0
+    def _silences(self) -> Iterator[tuple[str, float, float]]:
+        """(client, from, to) of each time between two answers, and from the last one to the last try."""
+        for client, heard in self._heard.items():
+            for since, until in pairwise([*heard, self._tried[client]]):
+                yield client, since, until
 
     def evidence(self) -> str:
         if self._of.total() < _FEWEST:
             return ""
         return f"{self._answered.total()} of {self._of.total()} operations answered while no fault was under way"
+
+
+def _beside(away: Sequence[tuple[float, float]], since: float, until: float) -> float:
+    """How much of a time is in none of these, which are in the order of their begins, in seconds. Pure."""
+    beside = 0.0
+    for begin, end in away:
+        beside += max(0.0, min(begin, until) - since)
+        since = max(since, min(end, until))
+    return beside + max(0.0, until - since)
 
 
 CHECKERS: tuple[type[Checker], ...] = (LastSteps, Answered)

@@ -26,23 +26,20 @@ from chaos_tests.validate.attribution import (
     victims,
 )
 from chaos_tests.validate.replay import Transaction, below, is_job
-from chaos_tests.validate.running import Patience
-from chaos_tests.validate.training import same_weights
+from chaos_tests.validate.running import RECOVERIES, Patience
+from chaos_tests.validate.training import COMPARED_SHARE, may_be_lost, same_weights
 from chaos_tests.validate.verdict import OWN_TARGETS, RULES, RUN, Checker
 from elastic_rl.coordinator.alerts.state_machine import Phase
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Severity
 
 FLOOR_STEPS = 2
 """Steps that a job has to have done before its first fault, where the log does not say it: else nothing was struck
 under load."""
 _SILENT_S = 120.0
 """A job that makes no step for so long during a fault has to say what it waits for."""
-_RECOVERIES = 2
-"""The time without a step may be as long as so many of the longest recoveries: further faults may strike meanwhile."""
 _SAID_S = 10.0
-"""Words that come closer to one another count once."""
+"""Words that come closer to one another are one stretch."""
 _NOTICE_S = 60.0
 """Longest from an alert's begin to its notice: receivers take so many a minute."""
 _FIRST_S = 5.0
@@ -50,9 +47,6 @@ _FIRST_S = 5.0
 _STATUS, _ALERTS = below(Keys("j").job_status()), below(Keys("j").alerts_prefix())
 _SENDERS = frozenset({Part.COORDINATORS, Part.ETCD, Part.HOSTS})
 """Parts without which a notice is not sent, or not recorded as sent."""
-COMPARED_SHARE = 0.8
-"""Least share of the steps on the newest weights that have to compare log-probs, where no more are missing than there
-were faults: what a step has measured is lost with the loop that did it."""
 
 
 def happened(fault: Event) -> bool:
@@ -140,8 +134,8 @@ class WorthSomething(FaultChecker):
         self._planned()
         self._floor()
         missing_comparisons = self._comparable - self._compared
-        if self._comparable and (not self._compared or missing_comparisons > max(
-                (1.0 - COMPARED_SHARE) * self._comparable, len(self.happened))):
+        if self._comparable and (not self._compared or missing_comparisons > may_be_lost(
+                self._comparable, len(self.happened))):
             self.violated(f"{self._compared} of {self._comparable} steps on the newest weights compare the log-probs "
                           f"of engines with those of the trainer, below {COMPARED_SHARE:.0%}")
 
@@ -221,7 +215,8 @@ class SaidWhatItWaitsFor(FaultChecker):
     def __init__(self) -> None:
         super().__init__()
         self._gaps, self._last = list[tuple[float, float]](), 0.0
-        self._said, self._patience = list[float](), Patience()
+        self._said, self._patience = list[tuple[float, float]](), Patience()
+        """Stretches in which the status said it; a gap of the observer is one, as it may have said it there."""
 
     def begin(self, run: Event) -> None:
         super().begin(run)
@@ -237,21 +232,28 @@ class SaidWhatItWaitsFor(FaultChecker):
         elif event["kind"] == Kind.EVENT and event["name"] == event_kinds.RUN_CRASH_LOOP.name:
             self.violated(f"the crash-loop rule has ended the run: {event['message']}", event)
 
+    def gap(self, first: int, last: int) -> None:
+        self._words(self._last)
+
     def transaction(self, found: Transaction) -> None:
-        if any(step.name == _STATUS and is_job(step) and step.new.get("waiting_for") for step in found.steps) and not (
-                self._said and found.at - self._said[-1] < _SAID_S):
-            self._said.append(found.at)
+        if any(step.name == _STATUS and is_job(step) and step.new.get("waiting_for") for step in found.steps):
+            self._words(found.at)
+
+    def _words(self, at: float) -> None:
+        if self._said and at - self._said[-1][1] < _SAID_S:
+            self._said[-1] = (self._said[-1][0], max(at, self._said[-1][1]))
+        else:
+            self._said.append((at, at))
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
         for begin, until in self._gaps:
             during = [fault for fault in self.happened if began(fault) < until and float(
                 fault.get("healed_at") or math.inf) > begin]
-            if during and not any(fault.get("said") for fault in during) and not any(
-                    begin <= at <= until for at in self._said):
+            if during and not any(first <= until and last >= begin for first, last in self._said):
                 self.violated(f"no step was done for {until - begin:.0f} s, and the job did not say what it waits for",
                               *during)
-            elif during and until - begin > _RECOVERIES * self._patience.recovery_s and (
+            elif during and until - begin > RECOVERIES * self._patience.recovery_s and (
                     self.run.get("target") in OWN_TARGETS):
                 self.violated(f"no step was done for {until - begin:.0f} s, and the whole job had its first one after "
                               f"{self._patience.start_s:.0f} s", *during)
@@ -259,9 +261,8 @@ class SaidWhatItWaitsFor(FaultChecker):
     def evidence(self) -> str:
         if not self.happened:
             return ""
-        words = sum(bool(fault.get("said")) for fault in self.happened)
-        return (f"{len(self._gaps)} pauses longer than {_SILENT_S:.0f} s; words to {words} of {len(self.happened)} "
-                "faults")
+        return (f"{len(self._gaps)} pauses longer than {_SILENT_S:.0f} s; the job said {len(self._said)} times what it "
+                f"waits for, beside {len(self.happened)} faults")
 
 
 # -- I8 ----------------------------------------------------------------------------------------------------------------
@@ -351,17 +352,21 @@ class Alerts(FaultChecker):
         self._per_fault()
 
     def _at_the_end(self, end: Event | None) -> None:
+        """Of the alerts of a job of others only those that began in the run are of its faults."""
         for alert in (end or {}).get("alerts") or ():
-            if alert["phase"] != Phase.RESOLVED and alert["severity"] != Severity.INFO:
+            seen = self._alerts.get(str(alert["id"]))
+            of_run = self.run.get("target") in OWN_TARGETS or seen is not None and seen.since > -math.inf
+            if alert["phase"] != Phase.RESOLVED and is_of_fault(alert) and of_run:
                 self.violated(f"the alert {alert['kind']} of {alert['subject']} is {alert['phase']} at the end: "
                               f"{alert['message']}", alert)
 
     def _delivered(self, end: Event | None) -> None:
         """A notice is delivered at least once: one more time where the leader, or etcd, is lost between its sending and
-        the record of it."""
-        losses = sum(not _SENDERS.isdisjoint(struck(fault)) for fault in self.happened)
+        the record of it, and so between the notices."""
+        losses = [fault for fault in self.happened if not _SENDERS.isdisjoint(struck(fault))]
         for (key, phase), notices in self._notices.items():
-            if len(notices) > 1 + losses:
+            first, last = (float(each["at"]) for each in (notices[0], notices[-1]))
+            if len(notices) > 1 + sum(began(fault) <= last and ended(fault) + _NOTICE_S >= first for fault in losses):
                 self.violated(f"{phase} of the alert {notices[0]['alert']} of {notices[0]['subject']} was notified "
                               f"{len(notices)} times", *notices)
             if phase == Phase.RESOLVED and (key, Phase.FIRING) not in self._notices:

@@ -28,6 +28,9 @@ _LEAST_S = 30.0
 _STARTS, _FOUND_S = 3.0, 140.0
 """Starts of the whole job that a recovery may take, and the time until what was lost is found: a lease, and four times
 ``coordinator.suspicion_s``, by which the leader stretches it where all cores are busy."""
+RECOVERIES = 2
+"""A time without a step, or without a part, may be as long as so many of the longest recoveries: further faults may
+strike meanwhile."""
 
 
 def longest_recovery_s(run: Event) -> float:
@@ -88,8 +91,9 @@ class _Shortage:
 
 
 class _Shortages(Checker, ABC):
-    """Times in which something is short, while its job runs. On a cluster of its own, a run asks its job to stop when
-    nothing is short, or when it would give up a recovery: what is short then has not come back."""
+    """Times in which something is short, while its job runs. On a cluster of its own that is no longer than recoveries
+    may take; and a run asks its job to stop when nothing is short, or when it would give up a recovery: what is short
+    then has not come back."""
 
     reads = frozenset({Kind.FAULT, Kind.STEP, Kind.STOP})
 
@@ -165,7 +169,11 @@ class _Shortages(Checker, ABC):
         """How the sentence about its duration goes on, where it breaks the rule; else None."""
         if self._gave_up(one):
             return ""
-        if self.run.get("target") not in OWN_TARGETS or self.end is None or self.end.get("aborted"):
+        if self.run.get("target") not in OWN_TARGETS:
+            return None
+        if one.until - one.since > RECOVERIES * self._patience.recovery_s:
+            return f", and the whole job had its first step after {self._patience.start_s:.0f} s"
+        if self.end is None or self.end.get("aborted"):
             return None
         if self._stop:
             asked = int(self._stop["revision"])

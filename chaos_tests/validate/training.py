@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,9 +21,13 @@ LOGPROB_DIFF = 1e-4
 """Most by which an engine's log-probs may differ from the trainer's where both have the same weights, in float32."""
 _OF_OTHER_DTYPES = 0.5
 """The same in other dtypes, in which engine and trainer round at other places."""
+_WEIGHTS = "weights"
 _SAME_VALUES = ("groups", "samples", "tokens", "reward_mean", "truncated", "response_tokens", "loss", "grad_norm", "lr",
                 "kl", "clip_fraction", "reward_parts", "algorithm", "dropped_groups")
 """What a step's record says of what was trained, and not of how long it took."""
+COMPARED_SHARE = 0.8
+"""Least share of the steps that have to be compared, where no more are missing than there were faults: what a step has
+measured is lost with the loop that did it."""
 _VERSIONS = below(Keys("j").versions_prefix("policy"))
 _NO_STEPS = "the log has no steps of a job"
 
@@ -38,6 +43,11 @@ def same_weights(step: Event) -> bool:
     """Whether a step compares the log-probs of engines and trainer of the same weights. Of a step that was committed
     when its loop ended, the next loop does not know what the trainer had measured."""
     return step.get("staleness") == 0 and step.get("logprob_diff_max") is not None
+
+
+def may_be_lost(steps: int, faults: int) -> float:
+    """Of so many steps, how many may lack what they have measured."""
+    return max((1.0 - COMPARED_SHARE) * steps, faults)
 
 
 class Effective:
@@ -349,16 +359,20 @@ class WholeRun(StepChecker):
 
 # -- I7 ----------------------------------------------------------------------------------------------------------------
 class SameAsBaseline(Checker):
-    """What was trained in each step, and the weights after it, against the run without faults."""
+    """What was trained in each step, and the weights after it, against the run without faults. It has evidence only
+    where all that the baseline has of its steps was compared, but for what was lost with a loop."""
 
     rule = "I7"
-    reads: ClassVar[frozenset[Kind]] = frozenset({Kind.STEP})
+    reads: ClassVar[frozenset[Kind]] = frozenset({Kind.STEP, Kind.FAULT})
     keys = (_VERSIONS,)
-    lacks = "it needs a baseline, and deterministic: true in both runs"
+    lacks = "it needs a baseline, with all values and weights of the same steps, and deterministic: true in both runs"
 
     def __init__(self) -> None:
         super().__init__()
-        self._values, self._weights, self._compared = Effective(), dict[int, str](), 0
+        self._values, self._weights = Effective(), dict[int, str]()
+        self._faults = 0
+        self._of, self._compared = Counter[str](), Counter[str]()
+        """How many steps of the baseline that both runs have done have a value, and in how many it was compared."""
 
     @property
     def _deterministic(self) -> bool:
@@ -367,7 +381,9 @@ class SameAsBaseline(Checker):
         return bool(self.settings.get("deterministic")) and self.run.get("target") != TEST_HOSTS
 
     def see(self, event: Event) -> None:
-        if self._deterministic:
+        if event["kind"] == Kind.FAULT:
+            self._faults += 1
+        elif self._deterministic:
             self._values.add(int(event["step"]), {
                 name: hash(json.dumps(event[name], sort_keys=True)) for name in _SAME_VALUES
                 if event.get(name) is not None})
@@ -381,8 +397,10 @@ class SameAsBaseline(Checker):
         if not (self._deterministic and baseline._deterministic):
             return
         for step in sorted(self._values.of.keys() & baseline._values.of.keys()):
-            self._compared += 1
             mine, its = self._values.of[step], baseline._values.of[step]
+            self._of.update([*its, *([_WEIGHTS] if step in baseline._weights else ())])
+            self._compared.update([*mine.keys() & its.keys(), *(
+                [_WEIGHTS] if step in baseline._weights.keys() & self._weights.keys() else ())])
             if differs := sorted(name for name in mine.keys() & its.keys() if mine[name] != its[name]):
                 self.violated(f"step {step} differs from that of the baseline in {', '.join(differs)}")
         for step in sorted(self._weights.keys() & baseline._weights.keys()):
@@ -391,7 +409,12 @@ class SameAsBaseline(Checker):
                               f"{self._weights[step]} and {baseline._weights[step]}")
 
     def evidence(self) -> str:
-        return f"{self._compared} steps compared with the baseline" if self._compared else ""
+        for name in {*self._of, _WEIGHTS}:
+            of, compared = self._of[name], self._compared[name]
+            if not compared or of - compared > may_be_lost(of, self._faults):
+                return ""
+        return (f"{max(self._compared.values())} steps compared with the baseline, and the weights after "
+                f"{self._compared[_WEIGHTS]}")
 
 
 CHECKERS: tuple[type[Checker], ...] = (

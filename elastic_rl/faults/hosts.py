@@ -250,9 +250,8 @@ class HostFault(Fault):
         except EtcdUnavailable:
             # It elects a leader; or, with another one's fault, there is no majority, and nothing can be reported.
             self._unanswered_since = self._unanswered_since or time.monotonic()
-            self.said = f"etcd does not answer for {_NO_MAJORITY_S:g} s"
             return time.monotonic() >= self._unanswered_since + _NO_MAJORITY_S
-        self._unanswered_since, self.said = 0.0, f"{self.host} is {phase}"
+        self._unanswered_since = 0.0
         return phase in self.until
 
     def healed(self) -> bool:

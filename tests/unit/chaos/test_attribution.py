@@ -38,6 +38,12 @@ def test_fault_gives_one_alert_of_its_part() -> None:
     assert left_over([alert("engine.dead", "a", 500.0)], fault("engine_killed", ended=None)) == []
 
 
+def test_consequence_of_a_fault_comes_within_a_minute_of_its_end() -> None:
+    of_engine = fault("engine_killed", 10.0, 20.0)
+    assert left_over([alert("engine.dead", "a", 79.0)], of_engine) == []
+    assert left_over([alert("engine.dead", "a", 81.0)], of_engine) == ["a"]
+
+
 def test_fault_gives_as_many_alerts_as_it_has_killed_processes() -> None:
     both = fault("all_engines_killed", witness=f"{KILLED}; {KILLED}")
     alerts = [alert("engine.dead", name) for name in "abc"]
@@ -145,6 +151,25 @@ def test_fault_explains_what_it_strikes_and_what_comes_of_it(name: str, kind: st
 def test_fault_explains_the_loss_of_what_its_target_names() -> None:
     assert explains(fault("coordinator_killed", target="coordinator rollout-1"), event("engine.dead", "rollout-1"))
     assert not explains(fault("coordinator_killed", target="coordinator rollout-12"), event("engine.dead", "rollout-1"))
+
+
+@pytest.mark.parametrize(("name", "kind", "subject", "explained"), [
+    ("bystander_host_powered_off", "coordinator.restarted", "coordinator-host-3", True),
+    ("bystander_host_powered_off", "coordinator.restarted", "coordinator-0", False),
+    ("bystander_host_powered_off", "dcs.dead", "host-host-3", True),
+    ("bystander_host_powered_off", "dcs.dead", "node-0", False),
+    ("leader_host_deaf", "coordinator.dead", "coordinator-host-2", False),
+    ("holder_host_cut", "run.restarted", "job", True), ("holder_host_cut", "driver.dead", "driver-1", True),
+    ("holder_host_cut", "engine.dead", "rollout-1", True), ("holder_host_cut", "actor.dead", "actor-1", True),
+    ("leader_host_apart", "leader.absent", "coordinator-0", True),
+    ("holder_host_powered_off", "dcs.under_replicated", "policy", True),
+    ("holder_host_powered_off", "etcd.restarted", "etcd-host-3", True),
+    ("etcd_quorum_stopped", "coordinator.dead", "coordinator-0", True),
+    ("leader_host_coordinator_killed", "coordinator.restarted", "coordinator-host-3", True)])
+def test_fault_of_one_host_is_no_reason_for_the_loss_of_what_another_host_has(name: str, kind: str, subject: str,
+                                                                              explained: bool) -> None:
+    target = "bystander on host-3, coordinator-host-3, host-host-3, 198.18.0.3:2379"
+    assert explains(fault(name, target=target), event(kind, subject)) == explained
 
 
 def test_record_of_a_fault_says_what_it_strikes_whatever_the_catalogue_says() -> None:

@@ -142,6 +142,56 @@ def test_clients_get_answers_while_no_fault_is_under_way() -> None:
     assert broken(log) == set(), "the fault took their answers"
 
 
+@pytest.mark.parametrize("name", SHORT)
+def test_what_comes_back_has_not_been_away_for_longer_than_two_recoveries_take(name: str) -> None:
+    """By the time that the job took to start: less than what a run waits for a recovery before it gives up."""
+    rule, lost, back = SHORT[name]
+
+    def away(seconds: float) -> Edit:
+        def edit(log: Log) -> None:
+            lost(log)
+            log.at += seconds
+            back(log)
+        return edit
+
+    log = Ended(away(870.0))
+    assert broken(log) == {rule} and "the whole job had its first step after 1 s" in found(log)[0]
+    assert broken(Ended(away(200.0))) == set()
+    log.records[0]["target"] = "job j in /runs"
+    assert rule not in broken(log)
+    slow = Ended(away(870.0))
+    slow.records[0]["at"] -= 100.0
+    assert broken(slow) == set(), "its start took as long"
+
+
+def calls(log: Log, *heard: tuple[float, bool]) -> None:
+    """Calls of one client. ``heard``: seconds since the begin, and whether there was an answer."""
+    log.records[1:1] = [
+        {"at": START + at, "kind": Kind.OPERATION.value, "client": "replica 0", "model": "created", "key": f"k{at}",
+         "call": "create", "argument": None, "began_s": at, "ended_s": at + 0.5, "result": f"a{at}"} if answered else
+        {"at": START + at, "kind": Kind.UNANSWERED.value, "client": "replica 0", "model": "created", "key": f"k{at}",
+         "call": "create"} for at, answered in heard]
+
+
+@pytest.mark.parametrize(("silent_from", "silent_to", "sound"), [
+    (100, 155, True), (100, 165, False), (100, 300, False), (-50, 15, True), (-80, 15, False)],
+    ids=["a moment", "for a while", "until the end", "also beside a fault", "and before it"])
+def test_client_is_answered_again_once_no_fault_is_under_way(silent_from: int, silent_to: int, sound: bool) -> None:
+    """However many answers it had before, and however few of its calls had none."""
+    log = Ended(waited_s=320.0)
+    calls(log, *((float(at), not silent_from < at < silent_to) for at in range(-200, 300, 2)
+                 if not silent_from + 10 < at < silent_to - 10))
+    said = found(log)
+    assert [what.partition(":")[0] for what in said] == ([] if sound else ["I10"]), said
+    assert all("replica 0 got no answer for" in what for what in said)
+
+
+def test_tries_without_an_answer_count_as_what_they_are() -> None:
+    log = Ended(waited_s=320.0)
+    calls(log, *((float(at), at % 40 == 0) for at in range(100, 300, 2)))
+    assert any("operations (create of created) got no answer" in what for what in found(log))
+
+
 def test_run_knows_what_is_short_as_the_checkers_do() -> None:
     log, presence = Ended(), Presence()
     for record in log.records:

@@ -15,7 +15,8 @@ from support.chaos_log import CLUSTER, KEYS, Log, Record, edited, of_kind, value
 from chaos_tests.event_log import Kind
 from chaos_tests.scenarios import SCENARIOS, must_see
 from chaos_tests.validate import lifecycles, versions
-from chaos_tests.validate.judge import CHECKERS, judge
+from chaos_tests.validate.faults import Alerts
+from chaos_tests.validate.judge import CHECKERS, broken, judge
 from chaos_tests.validate.verdict import OWN_TARGETS, RULES, RUN, State, Verdict
 from elastic_rl.dcs.catalog.transitions import TRANSITIONS
 from elastic_rl.engine.lifecycle import EngineLifecycle
@@ -135,6 +136,12 @@ def with_gap(records: list[Record], first: int, last: int) -> list[Record]:
     return [r for r in records if not any(r is one for one in lost)]
 
 
+def test_gap_is_one_of_the_records_that_were_written() -> None:
+    records = with_gap(Log().records, 20, 30)
+    end(records).update(records=Counter(str(e["kind"]) for e in records[1:-1]))
+    assert violations(records) == []
+
+
 @given(st.integers(2, _LAST), st.integers(0, 30))
 def test_what_was_not_seen_in_a_gap_breaks_no_rule(first: int, more: int) -> None:
     found = violations(with_gap(Log().records, first, min(first + more, _LAST)))
@@ -181,7 +188,7 @@ def test_one_bug_is_one_violation(change: Edit, rule: str) -> None:
 # -- alerts ------------------------------------------------------------------------------------------------------------
 def late(records: list[Record]) -> None:
     """What is seen of etcd at the end is seen long after the last alert."""
-    for record in records[-4:]:
+    for record in records[-5:]:
         record["at"] += 300.0
 
 
@@ -212,6 +219,37 @@ def test_times_that_a_leader_with_a_wrong_clock_has_written_break_nothing(by_s: 
             record.update(seen_at=record["at"], at=record["at"] + by_s)
 
     assert violations(changed(lambda r: (own_receivers(r), late(r), wrong(r)))) == []
+
+
+@pytest.mark.parametrize(("times", "at", "losses", "sound"), [
+    (12, 5.0, 12, True), (12, 1000.0, 12, False), (2, 1000.0, 12, False), (2, 1000.0, 101, True),
+    (3, 1000.0, 101, False)],
+    ids=["a loss before each", "the losses were long before", "once more", "a loss between them", "one loss, two more"])
+def test_notice_comes_again_for_a_loss_between_the_two_alone(times: int, at: float, losses: int, sound: bool) -> None:
+    """``losses``: coordinators that were killed, one each 10 s from the begin on; the 101st is between the notices."""
+    killed = [{"kind": Kind.FAULT, "name": "coordinator_killed", "witness": "w", "injected_at": 10.0 * n,
+               "healed_at": 10.0 * n + 2.0} for n in (range(losses) if losses < 100 else [100])]
+    notices = [{"kind": Kind.NOTIFICATION, "at": at + 10.0 * n, "alert": "engine.dead", "subject": "e", "key": "k",
+                "phase": "firing"} for n in range(times)]
+    found = broken([*killed, *notices], [Alerts])
+    assert [str(violation) for violation in found] == ([] if sound else [
+        f"I9: firing of the alert engine.dead of e was notified {times} times"])
+
+
+@pytest.mark.parametrize(("alert", "target", "found"), [
+    ({"id": "e1"}, "one host", True), ({"id": "e1"}, "job j in /runs", True),
+    ({"id": "before", "kind": "actor.dead"}, "job j in /runs", False), ({"id": "missed"}, "one host", True),
+    ({"id": "e1", "kind": "reward.collapsed"}, "job j in /runs", False),
+    ({"id": "e1", "kind": "reward.collapsed"}, "one host", False),
+    ({"id": "e1", "severity": "info"}, "one host", False),
+], ids=["of the run", "of the run on the cluster of others", "of before it", "of a gap on a cluster of its own",
+        "about training, of others", "about training", "of no fault"])
+def test_alert_of_a_fault_of_the_run_has_ended_with_it(alert: Record, target: str, found: bool) -> None:
+    records = Log().records
+    records[0]["target"] = target
+    end(records)["alerts"].append({"kind": "engine.dead", "subject": "rollout-1", "message": "m", "severity": "error",
+                                   "phase": "firing", **alert})
+    assert any("is firing at the end" in what for what in violations(records)) == found
 
 
 def test_each_alert_that_fired_is_notified() -> None:
@@ -327,6 +365,18 @@ def test_head_that_is_not_found_again_when_as_many_nodes_failed_as_held_it_is_lo
     log = all_failed()
     log.version(log._number + 1, 5)
     assert log.lost() == [], "it was published again"
+
+
+def test_version_that_was_lost_before_a_gap_may_have_been_found_in_it() -> None:
+    for gap in (False, True):
+        log = _Store()
+        log.node("node-0", False)
+        log.node("node-1", False)
+        log.sets([[]])
+        if gap:
+            log.revision += 1
+            log.add(Kind.GAP, first=log.revision, last=log.revision)
+        assert len(log.lost()) == (not gap)
 
 
 def test_version_that_was_released_is_not_lost() -> None:

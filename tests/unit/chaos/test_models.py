@@ -353,6 +353,15 @@ def operation_script(client: Client) -> tuple[str, Any]:
     return client.choose.choice(["get", "get", "list", "list", "get", "cancel"]), known[2]
 
 
+def test_operation_that_was_deleted_does_not_come_back() -> None:
+    def read(at: float, *results: str) -> list[Operation]:
+        return [Operation("c", "key", "get", "op-0", at + n, at + n + 0.5, result) for n, result in enumerate(results)]
+
+    made = Operation("c", "key", "create", None, 0.0, 0.5, "op-0")
+    assert check(operation.CreatedOnce(), [made, *read(1.0, "running", "succeeded", "absent", "absent")]) == []
+    assert check(operation.CreatedOnce(), [made, *read(1.0, "running", "succeeded", "absent", "succeeded")]) != []
+
+
 @dataclass
 class CreatedObject:
     """A thing that one key creates."""

@@ -246,6 +246,7 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     (event("engine.dead", 1.0), "I14"),
     (event("trainer.restarted", 1.0), "I14"),
     (lambda r: event("trainer.hung", first(r, Kind.FAULT)["injected_at"] + 1.0)(r), "I14"),
+    (lambda r: event("trainer.dead", [*of_kind(r, Kind.FAULT)][-1]["healed_at"] + 61.0)(r), "I14"),
     # I15
     (lambda r: r.insert(-1, {"at": r[-1]["at"], "kind": "change", "revision": 9999, "put": False, "create": 0,
                              "key": KEYS.stream_head("policy"), "value": ""}), "I15"),
@@ -338,9 +339,15 @@ def test_pause_without_a_word_is_found_and_one_with_words_is_not() -> None:
                 record["value"] = record["value"].replace('"engines"', json.dumps(status))
         return records
 
-    assert violated(paused("engines: there is none", "")) == []
     assert violated(paused("", "engines")) == []
     assert violated(paused("", "")) == ["I11"]
+    assert violated(paused("host-1 is lost", "")) == ["I11"], "the word of a fault is none of the job"
+    missed = paused("", "")
+    status = next(n for n, r in enumerate(missed) if r.get("key") == KEYS.job_status() and n > missed.index(
+        [r for r in of_kind(missed, Kind.STEP) if r["step"] == STEPS // 3][0]) + 12)
+    missed[status] = {"at": missed[status]["at"], "kind": "gap", "first": missed[status]["revision"],
+                      "last": missed[status]["revision"]}
+    assert "I11" not in violated(missed), "it may have said it where the observer saw nothing"
 
 
 def test_deterministic_run_is_compared_with_its_baseline() -> None:
@@ -355,6 +362,19 @@ def test_deterministic_run_is_compared_with_its_baseline() -> None:
     base = deterministic(faults=False)
     same = verdicts(deterministic(), base)
     assert same["I7"].state is State.KEPT and f"{STEPS} steps" in same["I7"].evidence
+
+    def without_steps_of_versions(records: list[Record]) -> None:
+        for record in of_kind(records, Kind.CHANGE):
+            if '"meta"' in record["value"]:
+                record["value"] = json.dumps(value_of(record) | {"meta": {}})
+
+    def unseen(change: Edit) -> bool:
+        found = verdicts(deterministic(change), base)
+        return not any(v.violations for v in found.values()) and found["I7"].state is State.UNSEEN
+
+    assert unseen(lambda r: [s.pop("tokens") for s in of_kind(r, Kind.STEP)]), "one value of all steps"
+    assert unseen(lambda r: [s.update(loss=None) for s in [*of_kind(r, Kind.STEP)][:5]]), "more than faults took"
+    assert unseen(without_steps_of_versions), "no weights"
     assert violated(deterministic(step(4, loss=0.5)), base) == ["I7"]
     assert violated(deterministic(step(4, loss=None)), base) == [], "its loop had ended before it was told"
 

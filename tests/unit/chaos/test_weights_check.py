@@ -59,8 +59,10 @@ def with_checksum(event: Event, checksum: str) -> Event:
 
 
 @pytest.mark.parametrize(("manifests", "checksums", "sound"), [
-    ("abcd", "wxyz", True), ("abcd", "wwww", False), ("abca", "wxyw", True), ("aaaa", "wwww", True)],
-    ids=["each its own", "one for all", "the same weights again", "weights that do not change"])
+    ("abcd", "wxyz", True), ("abcd", "wwww", False), ("abca", "wxyw", True), ("aaaa", "wwww", True), ("ab", "ww", True),
+    ("abc", "www", False)],
+    ids=["each its own", "one for all", "the same weights again", "weights that do not change",
+         "one manifest cut in two ways", "more than two"])
 def test_versions_of_different_weights_have_different_checksums(manifests: str, checksums: str, sound: bool) -> None:
     """Also where one engine is all that there is."""
     events = [event for n, (manifest, checksum) in enumerate(zip(manifests, checksums, strict=True), 1)

@@ -126,6 +126,14 @@ def test_fault_strikes_once_is_ended_once_and_gives_its_host_back(tmp_path: Path
     assert fault.healed() and (fault.begun, fault.ended) == (1, 1) and context.take_host(Victim.LEADER) == "a"
 
 
+def test_fault_of_a_host_does_not_speak_for_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = Cut(Context(tmp_path))
+    fault.inject()
+    assert not fault.detected()
+    monkeypatch.setattr(Context, "phase", lambda self, host: HostPhase.LOST)
+    assert fault.detected() and fault.said == ""
+
+
 def test_fault_has_healed_once_the_run_has_worked_since_its_end(tmp_path: Path) -> None:
     """A write from before proves nothing, nor does one from before etcd has answered again."""
     context = Context(tmp_path)
