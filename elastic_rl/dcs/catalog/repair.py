@@ -112,8 +112,8 @@ class Repairer:
         due = [key for key in committed if self._is_due(key, there)]
         for key in due:  # all of them, before the copies of the first one are made, which may take long
             with contextlib.suppress(ElasticRLError):  # which its repair reports
-                sets = reads.read_replica_sets(self._etcd, self._keys, *key).replica_sets
-                self._note(key, replica_sets.fewest(sets, nodes), wanted)
+                if (found_now := self._replica_sets(key)) is not None:
+                    self._note(key, replica_sets.fewest(found_now.replica_sets, nodes), wanted)
         lines = []
         for key in due:
             entry, failures = committed[key], self._failed.get(key, (0, 0.0))[0]
@@ -154,6 +154,15 @@ class Repairer:
             short[key] = ShortVersion(*key, copies, wanted, why or (before.why if before is not None else _NO_OTHER))
         self._short = short
 
+    def _replica_sets(self, key: _VersionKey) -> ReplicaSetsEntry | None:
+        """The replica sets of a version that was committed when the round read the catalog; None where it was released
+        since, and they with it: versions may follow one another faster than rounds."""
+        found = reads.read_replica_sets(self._etcd, self._keys, *key)
+        if found.revision:
+            return found
+        version = reads.get_version(self._etcd, self._keys, *key)
+        return found if version is not None and version.state is VersionState.COMMITTED else None
+
     def _committed(self) -> list[Entry]:
         """Newest first: the next failure must not take the heads."""
         entries = [e for e in reads.read_catalog(self._etcd, self._keys).entries()
@@ -165,10 +174,13 @@ class Repairer:
         """``wanted``: copies of each part. ``as_of``: revision at which the nodes were read. Raises ElasticRLError
         where a later try may do better."""
         version = entry.version
-        found = reads.read_replica_sets(self._etcd, self._keys, version.stream, version.number)
+        key = version.stream, version.number
+        found = self._replica_sets(key)
+        if found is None:
+            self._note(key, wanted, wanted)
+            return []
         holding = replica_sets.without(found.replica_sets, self._lost(version, found, nodes))
         missing = replica_sets.short_of(holding, wanted)
-        key = version.stream, version.number
         self._note(key, replica_sets.fewest(holding, nodes), wanted)  # without what nodes have lost that are there
         errors: list[ElasticRLError] = []
         copies, failed = in_parallel(missing, lambda part: self._copy(version, part, holding, nodes, wanted, errors),

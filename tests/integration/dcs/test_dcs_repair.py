@@ -12,7 +12,7 @@ from support.etcd_server import EtcdServers
 from support.waiting import wait_until
 
 from elastic_rl.config.dcs import Replicas
-from elastic_rl.dcs.catalog import reads
+from elastic_rl.dcs.catalog import leader_writes, reads
 from elastic_rl.dcs.catalog.holders import HeadHolders
 from elastic_rl.dcs.catalog.repair import Repairer, RepairThread
 from elastic_rl.errors import ChunkMissing
@@ -189,6 +189,27 @@ def test_versions_that_are_short_of_copies_are_known_until_they_are_repaired(dcs
     dcs.start("c")
     repairing.round([other])
     assert short(other) == []
+
+
+@pytest.mark.parametrize("readings", [0, 1])
+def test_version_that_is_released_during_a_round_is_not_short(
+        readings: int, dcs: DcsCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``readings``: of its replica sets before."""
+    dcs.start("a")
+    dcs.publish(1, 2, replicas="auto")
+    read, seen = reads.read_replica_sets, list[int]()
+
+    def meanwhile(etcd: EtcdClient, keys: Keys, stream: str, number: int) -> reads.ReplicaSetsEntry:
+        if number == 1:
+            seen.append(number)
+            if len(seen) == readings + 1:
+                assert (entry := reads.get_entry(etcd, keys, stream, 1)) is not None
+                assert leader_writes.release(etcd, keys, [entry], [])
+        return read(etcd, keys, stream, number)
+
+    monkeypatch.setattr(reads, "read_replica_sets", meanwhile)
+    repairing = repairer(dcs, "auto")
+    assert repairing.round([]) == [] and repairing.short([]) == ([], True) and len(seen) == 2
 
 
 def test_version_that_does_not_fit_elsewhere_is_known_with_the_reason(dcs: DcsCluster) -> None:
