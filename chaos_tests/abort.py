@@ -171,25 +171,25 @@ def _killed_runs(results: Path) -> Iterator[Path]:
         yield file.parent
 
 
-def reason(phase: JobPhase | None, alerts: Sequence[Alert], over: Sequence[Mapping[str, Any]],
+def reason(phase: JobPhase | None, alerts: Sequence[tuple[Alert, float]], over: Sequence[Mapping[str, Any]],
            under_way: Collection[float]) -> str:
     """Why a run against a cluster that others use is to be aborted; "" for no reason. ``phase``: of the job; None: it
-    is not known. ``over``: records of the faults that are over or were given up. ``under_way``: when each of the others
-    has begun. Pure."""
+    is not known. ``alerts``: each with when the run saw it first: the clock of its leader may be wrong. ``over``:
+    records of the faults that are over or were given up. ``under_way``: when each of the others has begun. Pure."""
     if phase is not None and phase is not JobPhase.RUNNING:
         return f"the job is {phase.value}"
     for fault in over:
         if fault["witness"] and fault["healed_at"] is None:
             return f"the job has not recovered from {fault['name']}: {fault['problem']}"
-    for alert in alerts:
+    for alert, seen_at in alerts:
         if alert.phase is Phase.FIRING and alert.severity is Severity.ERROR and not _of_a_fault(
-                alert.since, over, under_way):
+                seen_at, over, under_way):
             return f"the alert {alert.kind} of {alert.subject} is of none of the faults: {alert.message}"
     return ""
 
 
-def _of_a_fault(since: float, over: Sequence[Mapping[str, Any]], under_way: Collection[float]) -> bool:
-    """Whether an alert began while a fault was under way, or soon after it."""
-    return any(since >= began for began in under_way) or any(
-        fault["injected_at"] <= since <= (fault["healed_at"] or fault["injected_at"]) + _AFTERWARDS_S
+def _of_a_fault(seen_at: float, over: Sequence[Mapping[str, Any]], under_way: Collection[float]) -> bool:
+    """Whether an alert was seen first while a fault was under way, or soon after it."""
+    return any(seen_at >= began for began in under_way) or any(
+        fault["injected_at"] <= seen_at <= (fault["healed_at"] or fault["injected_at"]) + _AFTERWARDS_S
         for fault in over)

@@ -6,6 +6,7 @@ read nothing else, so a folder that somebody has sent can be judged again on ano
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -81,7 +82,7 @@ class Kind(StrEnum):
     END = "end"
     """Last record. ``phase`` (of the job), ``report`` (its report.json), ``alerts`` (each as etcd has it at the end),
     ``aborted`` (why the run was ended early; ""), ``problems`` (what of the suite itself has failed), ``revision`` (of
-    etcd at the end, of a change that the observer is to have seen; None where etcd did not answer, or others use it),
+    etcd at the end, of a change that the observer is to have seen; None where etcd did not answer),
     ``records`` (kind → how many were written before this one)."""
 
 
@@ -92,16 +93,28 @@ class EventLog:
         self.path, self._now, self._lock = path, now, threading.Lock()
         self.written = Counter[str]()
         """Records by kind, without the first and the last one of a run."""
-        self._file = open(path, "a", encoding="utf-8", opener=_private)  # noqa: SIM115 -- it has ``close``
+        self.error: OSError | None = None
+        """Why a record could not be written first."""
+        self._file = open(path, "ab", buffering=0, opener=_private)  # noqa: SIM115 -- it has ``close``
 
     def write(self, kind: Kind, **fields: Any) -> None:
-        """``fields`` are of the kind; an ``at`` among them takes the place of the time of writing."""
-        line = json.dumps({"at": self._now(), "kind": kind.value, **fields}, allow_nan=True) + "\n"
+        """``fields`` are of the kind; an ``at`` among them takes the place of the time of writing. Raises OSError for a
+        record that is not in the file then, nor a part of it."""
+        line = (json.dumps({"at": self._now(), "kind": kind.value, **fields}, allow_nan=True) + "\n").encode()
         with self._lock:
-            self._file.write(line)
-            self._file.flush()
+            try:
+                self._append(line)
+            except OSError as e:
+                self.error = self.error or e
+                raise
             if kind not in (Kind.RUN, Kind.END):
                 self.written[kind.value] += 1
+
+    def _append(self, line: bytes) -> None:
+        size = os.fstat(self._file.fileno()).st_size
+        if self._file.write(line) < len(line):
+            self._file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def close(self) -> None:
         self._file.close()

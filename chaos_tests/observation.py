@@ -88,15 +88,20 @@ class Observer:
         where it does not."""
         wait_until(lambda: self._next >= revision or not self._thread.is_alive(), timeout_s=_TIMEOUT_S,
                    what=f"the change of revision {revision} in the record of the observer")
-        if self._error is not None:
-            raise ElasticRLError(f"the observer has ended: {type(self._error).__name__}: {self._error}")
+        self._require()
 
     def close(self) -> None:
+        """Raises what has ended it before."""
         self._closing.set()
         with self._lock:
             if self._process is not None:
                 self._process.kill()
         self._thread.join(_TIMEOUT_S)
+        self._require()
+
+    def _require(self) -> None:
+        if self._error is not None:
+            raise ElasticRLError(f"the observer has ended: {type(self._error).__name__}: {self._error}")
 
     def _watch(self) -> None:
         try:

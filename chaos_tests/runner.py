@@ -278,6 +278,8 @@ class _Play:
         """What clients do: to the end, and what changes what the job runs on."""
         self._presence, self._lock = Presence(), threading.Lock()
         self._problems = list[str]()
+        self._alerts = dict[str, float]()
+        """When each alert was seen first, by its id."""
         self._secret = target.cluster_keys.submission("")
         """Prefix of the keys that have the environment of whoever submitted a job, sealed."""
 
@@ -305,8 +307,8 @@ class _Play:
                     target.stop_job()
             self._await_alerts()
             end = self._end()
-            if target.own and end["committed_steps"] is not None:
-                mark = _answered(lambda: target.reader.put(f"{target.keys.root}{_LAST_KEY}", b""), time.monotonic())
+            if end["committed_steps"] is not None:
+                mark = _answered(self._mark, time.monotonic())
         finally:
             self._end_changes()
             for traffic in self._traffic:
@@ -315,6 +317,15 @@ class _Play:
                 self._finish(poller.close)
             self._finish(partial(_end_observer, observer, mark))
         return {**end, "problems": self._problems, "revision": mark}
+
+    def _mark(self) -> int | None:
+        """The revision of a change that the observer is to have seen, by the end of the run: one that is made for that,
+        or, where others use the cluster, the last one of its leader."""
+        target = self._target
+        if target.own:
+            return target.reader.put(f"{target.keys.root}{_LAST_KEY}", b"")
+        clock = target.reader.get(target.cluster_keys.leader_clock())
+        return clock.mod_revision if clock is not None else None
 
     def _end_changes(self) -> None:
         """What clients change may leave the job short of something for a moment."""
@@ -363,12 +374,13 @@ class _Play:
         finally:
             injector.end()
             injector.join(_END_S)
-            for what in undo_all(self._folder).failed:
-                self._log.write(Kind.LEFTOVER, what=f"not undone: {what}")
+            left = [f"not undone: {what}" for what in undo_all(self._folder).failed]
             try:
                 self._target.heal()
             except ElasticRLError as e:
-                self._log.write(Kind.LEFTOVER, what=f"not healed: {e.message}")
+                left.append(f"not healed: {e.message}")
+            for what in left:  # after all of it: the disk of the log may be full
+                self._log.write(Kind.LEFTOVER, what=what)
 
     def _end(self) -> dict[str, Any]:
         target, until = self._target, time.monotonic() + _END_S
@@ -392,6 +404,9 @@ class _Play:
         newest, progress_s = steps.newest, time.monotonic()
         while not self._aborts.why:
             if self._target.own and self._over():
+                return
+            if self._log.error is not None:
+                self._aborts.request(f"the log of the run cannot be written: {self._log.error}")
                 return
             if self._limits.aborts_itself and (why := self._reason(injector)):
                 self._aborts.request(why)
@@ -419,7 +434,9 @@ class _Play:
             phase, alerts = self._target.reading().phase, self._target.alerts()
         except EtcdUnavailable:
             phase, alerts = None, []
-        return abort.reason(phase, alerts, injector.over, injector.under_way.values())
+        seen = [(alert, self._alerts.setdefault(alert.id, time.time())) for alert in alerts]
+        self._alerts = {alert.id: at for alert, at in seen} or self._alerts
+        return abort.reason(phase, seen, injector.over, injector.under_way.values())
 
     def _await_alerts(self) -> None:
         """Returns once all alerts have ended, or after so long that one that has not ended will not."""

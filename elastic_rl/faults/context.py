@@ -26,7 +26,17 @@ from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.heartbeats import merge
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
-from elastic_rl.etcd.records import ENDED_PHASES, Engine, EngineState, JobStatus, Leader, Member, PoolSpec, PoolStatus
+from elastic_rl.etcd.records import (
+    ENDED_PHASES,
+    Engine,
+    EngineState,
+    Event,
+    JobStatus,
+    Leader,
+    Member,
+    PoolSpec,
+    PoolStatus,
+)
 from elastic_rl.faults.undo import Undo, UndoRegistry, id_of_job
 from elastic_rl.host import processes
 from elastic_rl.host.compute_services import compute_services, router_service
@@ -296,10 +306,12 @@ class FaultContext:
         return [merge(member, beats.get(member.incarnation)) for member in self.members(ACTOR.name)]
 
     def has_event(self, kind: EventKind, since: float, subject: str = "") -> bool:
-        """Whether there is an event of a kind since a unix second; of one subject, or of any. An event that is later
-        than now is of a writer whose clock was ahead."""
-        return any(e.kind == kind.name and since <= e.at <= time.time() + _AHEAD_S and subject in (e.subject, "")
-                   for e in events.recent(self.etcd, self.keys, limit=200))
+        """Whether there is an event of a kind since a unix second; of one subject, or of any."""
+        return any(e.kind == kind.name and subject in (e.subject, "") for e in self.events_since(since))
+
+    def events_since(self, since: float) -> Iterator[Event]:
+        """The newest events since a unix second. One that is later than now is of a writer whose clock was ahead."""
+        return (e for e in events.recent(self.etcd, self.keys, limit=200) if since <= e.at <= time.time() + _AHEAD_S)
 
     def processes(self) -> list[psutil.Process]:
         """The processes of the compute plane, whichever driver has started them."""

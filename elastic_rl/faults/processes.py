@@ -16,7 +16,7 @@ import psutil
 
 from elastic_rl.config.groups import ACTOR
 from elastic_rl.errors import EtcdUnavailable
-from elastic_rl.etcd import event_kinds, events
+from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults import clock, ptrace
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, stopped, suspend
@@ -296,7 +296,7 @@ class Struck(Killed):
 
     def detected(self) -> bool:
         """There is an event of the part's fault, or another process in its place."""
-        signs = (e for e in events.recent(self.context.etcd, self.context.keys, limit=200) if e.at >= self.at)
+        signs = self.context.events_since(self.at)
         return any(e.kind.partition(".")[0] == self.kind.component and (kind := event_kinds.find(e.kind)) is not None
                    and bool(kind.begins or kind.counted or kind.alert) for e in signs) or (
                        self.way.ends and self.is_back())

@@ -33,7 +33,7 @@ def alert(since: float, **changes: Any) -> Alert:
 
 def reason(*alerts: Alert, phase: JobPhase | None = JobPhase.RUNNING, under_way: tuple[float, ...] = (),
            **changes: Any) -> str:
-    return abort.reason(phase, alerts, [FAULT | changes], under_way)
+    return abort.reason(phase, [(each, each.since) for each in alerts], [FAULT | changes], under_way)
 
 
 def test_run_goes_on_while_the_job_runs_and_each_alert_is_of_a_fault() -> None:

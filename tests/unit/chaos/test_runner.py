@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import resource
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,11 +15,13 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from support.waiting import wait_until
 
 from chaos_tests import runner
 from chaos_tests.abort import AbortSwitch
 from chaos_tests.event_log import Event, EventLog, Kind, read
 from chaos_tests.nemesis.schedule import Schedule
+from chaos_tests.observation import Observer
 from chaos_tests.receiver import Notice, Receiver, notices
 from chaos_tests.scenarios import SCENARIOS
 from chaos_tests.traffic.traffic import Traffic
@@ -26,7 +30,7 @@ from elastic_rl import config
 from elastic_rl.coordinator.alerts.message import compose
 from elastic_rl.coordinator.alerts.receiver_queue import NotificationGroup
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
-from elastic_rl.errors import EtcdUnavailable, PreflightFailed
+from elastic_rl.errors import ElasticRLError, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import Severity
@@ -64,6 +68,33 @@ def test_receiver_takes_notices_of_who_knows_its_url_alone() -> None:
 
 def test_what_is_no_alert_is_no_notice() -> None:
     assert [*notices("[TEST] job: hello", "it works")] == []
+
+
+def test_record_that_finds_no_room_is_not_in_the_log_nor_counted(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write(Kind.LEFTOVER, what="a")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "events.jsonl").stat().st_size + 10, hard))
+    try:
+        for _ in range(2):
+            with pytest.raises(OSError):
+                log.write(Kind.LEFTOVER, what="b")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert log.error is not None and log.written == {"leftover": 1}
+    log.write(Kind.LEFTOVER, what="c")
+    log.close()
+    lines = (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["what"] for line in lines] == ["a", "c"] and log.written == {"leftover": 2}
+
+
+def test_observer_that_has_ended_says_so_when_it_is_closed(tmp_path: Path) -> None:
+    observer = Observer(["127.0.0.1:1"], "/", 1, lambda change: None, log=tmp_path / "missing" / "observer.log")
+    wait_until(lambda: not observer._thread.is_alive(), what="the end of the observer")
+    with pytest.raises(ElasticRLError, match="the observer has ended: FileNotFoundError"):
+        observer.close()
 
 
 def test_record_of_a_fault_has_what_the_catalogue_says_of_it(tmp_path: Path) -> None:
