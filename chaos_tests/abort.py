@@ -24,6 +24,8 @@ from elastic_rl.runtime.waiting import wait_until
 log = logging.getLogger(__name__)
 
 ABORT_FILE, LOCK_FILE = "abort", "runner.lock"
+STRIKES_FILE = "chaos.lock"
+"""In the folder of a cluster: locked by the run that strikes it, where that is not its own."""
 TRIES = "try-*"
 """Folders of the runs of ``chaos shrink``, in its own."""
 _REACTS_S = 60.0
@@ -86,6 +88,17 @@ def running(folder: Path) -> Iterator[AbortSwitch]:
         finally:
             for line in undo_all(folder).failed:
                 log.warning("not undone: %s", line)
+
+
+@contextmanager
+def alone(cluster: Path) -> Iterator[None]:
+    """Within the block no other run strikes the cluster of this folder: each of two would leave one replica of a part
+    alive, and both none. Raises ConfigError where one does."""
+    with _opened(cluster / STRIKES_FILE, os.O_RDWR | os.O_CREAT) as lock:
+        if not file_lock.taken(lock):
+            raise ConfigError("another chaos run strikes this cluster", hint=(
+                "wait for its end, or end it with `elastic-rl chaos abort` and the folder that it has said"))
+        yield
 
 
 def _opened(path: Path, flags: int) -> IO[bytes]:

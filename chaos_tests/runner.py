@@ -47,6 +47,7 @@ from elastic_rl.etcd.keys import ROOT
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.injector import FaultInjector
 from elastic_rl.faults.undo import UndoRegistry, undo_all
+from elastic_rl.host.paths import ClusterPaths
 from elastic_rl.host.test_hosts import isolated_hosts
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.report.build import parse_lines
@@ -155,7 +156,7 @@ def run_attached(schedule: Schedule, folder: Path, target: Target, limits: Limit
     scenario = scenario_of(schedule)
     require_client()
     _require_new(folder)
-    with abort.running(folder) as aborts:
+    with abort.alone(ClusterPaths.of(target.cfg).folder), abort.running(folder) as aborts:
         _prepare(schedule, folder)
         switch(aborts)
         with _log_of(folder, schedule, target.cfg, target.name, limits, baseline=False) as event_log:

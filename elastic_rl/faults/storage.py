@@ -15,12 +15,14 @@ from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.records import DcsNode, EngineState
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, VictimTaken
 from elastic_rl.faults.kinds import Killed
 from elastic_rl.faults.undo import Undo
 from elastic_rl.host.service_files import node_service
 from elastic_rl.runtime.waiting import wait_until
 
+_NO_GROWTH = 1
+"""Limit of the size of a process's files, in bytes."""
 
 def _node(context: FaultContext) -> int:
     return wait_until(lambda: context.service(node_service(context.cfg.job)), timeout_s=INJECT_TIMEOUT_S,
@@ -47,9 +49,11 @@ class DiskRefusesWrites(Killed):
         pid, self.at = _node(self.context), time.time()
         self.context.require_own(psutil.Process(pid))
         limit, most = resource.prlimit(pid, resource.RLIMIT_FSIZE), 0
+        if limit[0] == _NO_GROWTH:  # whoever has set it takes it away: this one would put it back, for good
+            raise VictimTaken(f"another fault keeps the files of pid {pid} from growing")
         with self.context.undo.noted(Undo.UNLIMIT, pid, limit=[*limit]):
             with self.context.striking(f"no file of pid {pid} could grow"):
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, limit[1]))
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (_NO_GROWTH, limit[1]))
             end = time.monotonic() + self.seconds
             while time.monotonic() < end:
                 records = self.context.answered(lambda: _records(self.context))

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from support.waiting import wait_until
 
-from chaos_tests import runner
+from chaos_tests import abort, runner
 from chaos_tests.abort import AbortSwitch
 from chaos_tests.event_log import Event, EventLog, Kind, read
 from chaos_tests.nemesis.schedule import Schedule
@@ -30,12 +30,12 @@ from elastic_rl import config
 from elastic_rl.coordinator.alerts.message import compose
 from elastic_rl.coordinator.alerts.receiver_queue import NotificationGroup
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
-from elastic_rl.errors import ElasticRLError, EtcdUnavailable, PreflightFailed
+from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import Severity
 from elastic_rl.faults.context import FaultContext
-from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.paths import ClusterPaths, JobPaths
 
 
 @pytest.mark.parametrize("count", [1, 3, 12])
@@ -117,6 +117,7 @@ class Away:
         self.cfg = config.parse({"job": "j", "run_dir": str(folder)})
         self.paths, self.keys, self.cluster_keys = JobPaths.of(self.cfg), Keys("j"), ClusterKeys("j")
         self.paths.folder.mkdir(parents=True)
+        ClusterPaths.of(self.cfg).folder.mkdir(mode=0o700)
         self.folders, self.hosts = (self.paths,), dict[str, str]()
         self.observed = (self.keys.root,)
         self.info = SimpleNamespace(etcd_endpoints=["127.0.0.1:1"])
@@ -312,6 +313,16 @@ def attached(folder: Path, target: Running, monkeypatch: pytest.MonkeyPatch, min
     finally:
         target.over = True
     return outcome, [*read(folder / "results" / "events.jsonl")]
+
+
+def test_two_runs_do_not_strike_one_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Running(tmp_path / "runs")
+    with (abort.alone(ClusterPaths.of(target.cfg).folder),
+          pytest.raises(ConfigError, match="another chaos run strikes this cluster")):
+        attached(tmp_path, target, monkeypatch, 0.005)
+    assert not (tmp_path / "results").exists()
+    with abort.alone(ClusterPaths.of(target.cfg).folder):
+        pass
 
 
 @pytest.mark.timeout(60)
