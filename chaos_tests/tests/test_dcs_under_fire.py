@@ -62,13 +62,11 @@ def test_pullers_follow_the_head_while_nodes_are_killed(fleet: Fleet, etcd: Etcd
     traffic = [trainer, *followers]
     for clients in traffic:
         clients.start()
-    interrupted = 0
     try:
         wait_until(lambda: all(f.seen for f in followers), what="a first version everywhere")
         for _ in range(KILLS):
             victim = rng.choice(NODES)
             wait_until(lambda: any(f.pulling for f in followers), what="a pull in progress", poll_s=0.001)
-            interrupted += any(f.pulling for f in followers)
             fleet.kill(victim)
             fleet.start(victim)
             trainer.more(1)
@@ -78,7 +76,6 @@ def test_pullers_follow_the_head_while_nodes_are_killed(fleet: Fleet, etcd: Etcd
     finally:
         for clients in traffic:
             clients.close()
-    assert interrupted == KILLS
     assert any(clients.failures for clients in traffic), "no kill had an effect"
     assert [f.torn for f in followers] == [[]] * PULLERS                                        # I2
     assert all(f.seen == sorted(set(f.seen)) for f in followers)                                # I3: never back

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,7 +75,8 @@ def test_killed_publishers_never_show_incomplete_versions_and_leave_nothing(
         assert victim.stdout is not None
         for _ in range(rng.randint(1, 4)):
             assert victim.stdout.readline(), "the publisher must have committed before it is killed"
-        threading.Event().wait(rng.uniform(0.0, 0.02))  # somewhere in the next publish
+        wait_until(lambda: any(v.state is VersionState.STAGING for v in versions(etcd, keys)),
+                   what="the next publish", poll_s=0.001)
         victim.kill()
         assert victim.wait(timeout=60) == -9
         victim.stdout.close()
