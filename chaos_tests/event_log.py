@@ -67,13 +67,14 @@ class Kind(StrEnum):
     """What a receiver of alerts got: ``alert`` (its kind), ``subject``, ``phase`` (firing, resolved), ``key`` (of its
     deduplication)."""
     PROCESS = "process"
-    """A sample of a process: ``role`` (what it is in the cluster, the same over restarts), ``pid``, ``rss_bytes``,
-    ``anonymous_bytes`` (of it what is mapped of no file), ``descriptors``, ``threads``, ``cpu_s``."""
+    """A sample of a process, in a run without faults on a cluster of its own: ``role`` (what it is in the cluster, the
+    same over restarts), ``pid``, ``rss_bytes``, ``anonymous_bytes`` (of it what is mapped of no file), ``descriptors``,
+    ``threads``, ``cpu_s``."""
     STORE = "store"
-    """A sample of what is kept: ``etcd_keys`` and ``etcd_keys_by_prefix``, ``etcd_bytes`` (in use), ``files`` of the
-    job's folder, their bytes as ``history_bytes`` (steps.jsonl), ``log_bytes`` and ``file_bytes`` (the others, also as
-    ``file_bytes_by_folder``), ``shm_files`` and ``shm_bytes`` in /dev/shm, ``status_s`` (time that ``status`` took),
-    ``step`` (the newest one)."""
+    """A sample of what is kept, in such a run: ``etcd_keys`` and ``etcd_keys_by_prefix``, ``etcd_bytes`` (in use),
+    ``files`` of the job's folder, their bytes as ``history_bytes`` (steps.jsonl), ``log_bytes`` and ``file_bytes`` (the
+    others, also as ``file_bytes_by_folder``), ``shm_files`` and ``shm_bytes`` in /dev/shm, ``status_s`` (time that
+    ``status`` took), ``step`` (the newest one)."""
     LEFTOVER = "leftover"
     """Something that should have ended with the cluster: ``what``."""
     STOP = "stop"

@@ -293,9 +293,11 @@ class _Play:
                             log=self._folder / "observer.log", access=target.cluster.here.etcd,
                             on_gap=self._on_gap)
         steps = _Steps(target, self._log)
+        # What the run takes and keeps is judged where nothing begins again, on a cluster that nobody else uses.
+        samples = [(self._sample_store, _SAMPLE_S), (self._sample_processes, _SAMPLE_S)] if (
+            target.own and not self._schedule.strikes) else []
         pollers = [_Poller(poll, every_s) for poll, every_s in (
-            (steps.poll, _POLL_S), (_Events(target, self._log).poll, _POLL_S),
-            (self._sample_store, _SAMPLE_S), (self._sample_processes, _SAMPLE_S))]
+            (steps.poll, _POLL_S), (_Events(target, self._log).poll, _POLL_S), *samples)]
         mark: int | None = None
         try:
             self._begin_traffic(changes=False)

@@ -29,7 +29,7 @@ from elastic_rl.host import leftovers, processes
 from elastic_rl.host.job_run import RunReading
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import JobPaths
-from elastic_rl.report.build import build, read_records
+from elastic_rl.report.build import build, read_for_build, read_records
 from elastic_rl.train import audit_of
 
 _OF_THE_RUN: Mapping[str, str] = {
@@ -116,7 +116,7 @@ class Target:
 
     def report_so_far(self) -> dict[str, Any]:
         """The report of what etcd and the records of the job have now. Raises EtcdUnavailable."""
-        steps = sorted((record for paths in self.folders for record in read_records(paths.steps)),
+        steps = sorted((record for paths in self.folders for record in read_for_build(paths.steps)),
                        key=lambda record: float(record["at"]))
         phase = self.reading().phase
         return build([*steps, *read_records(self.paths.faults)], job=self.cfg.job, seed=self.cfg.seed,

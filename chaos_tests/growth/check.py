@@ -10,6 +10,7 @@ once, and what is swept now and then do not, and a slow leak below noise does.
 from __future__ import annotations
 
 import bisect
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ from chaos_tests.event_log import Event, Kind
 Point = tuple[float, float]
 """A step, and what was measured then."""
 
+_STEP_S = "step_s"
 LIMITS: Mapping[str, float] = {
     "anonymous_bytes": 1000.0, "descriptors": 1e-3, "threads": 1e-3, "etcd_keys": 1e-3, "etcd_bytes": 250.0,
     "files": 1e-3, "file_bytes": 250.0, "history_bytes": 5000.0, "shm_files": 1e-3, "shm_bytes": 250.0,
-    "status_s": 1e-6, "step_s": 2e-6}
+    "status_s": 1e-6, _STEP_S: 2e-6}
 """Most that a kind of series may grow a step. A job that takes a step in half a minute does a million in a year: 1 GB
 of memory, a thousand descriptors, a second for ``status`` and two for a step. Logs have a limit of their own
 (``telemetry.log_max_bytes``), below which they grow; ``history_bytes`` is ``steps.jsonl``, a record a step."""
@@ -74,33 +76,52 @@ class Trend:
 
 
 def trends(events: Iterable[Event]) -> list[Trend]:
-    """The trends of the series that have samples enough, by kind and subject."""
-    found = [(kind, subject, trend_of(points)) for (kind, subject), points in sorted(series(events).items())]
-    return [Trend(kind, subject, *numbers) for kind, subject, numbers in found if numbers is not None]
-
-
-def series(events: Iterable[Event]) -> dict[tuple[str, str], list[Point]]:
-    """The points of each kind and subject, by step. A process that was started again is another subject: its memory
-    begins again."""
-    samples, clock = list[tuple[float, str, str, float]](), dict[float, float]()
-    found = defaultdict[tuple[str, str], list[Point]](list)
+    """The trends of the series of a run's records, of those that have samples enough, by kind and subject."""
+    samples = Samples()
     for event in events:
+        samples.see(event)
+    return samples.trends()
+
+
+class Samples:
+    """What of the records of a run its series are made of, as numbers: of a long run the records do not fit in memory.
+    A process that was started again is another subject: its memory begins again."""
+
+    def __init__(self) -> None:
+        self._clock = (array("d"), array("d"))
+        """Times, and the steps at which the run was then."""
+        self._of = defaultdict[tuple[str, str], tuple["array[float]", "array[float]"]](lambda: (array("d"), array("d")))
+        """Times (of the time of steps the steps themselves) and values of each kind and subject."""
+
+    def see(self, event: Event) -> None:
         at = float(event["at"])
+        if event["kind"] in (Kind.STEP, Kind.STORE):
+            _append(self._clock, at, float(event["step"]))
         if event["kind"] == Kind.STEP:
-            clock[at] = float(event["step"])
             if (total := (event.get("seconds") or {}).get("total")) is not None:
-                found["step_s", ""].append((float(event["step"]), float(total)))
-        elif event["kind"] == Kind.STORE:
-            clock[at] = float(event["step"])
-            samples += [(at, kind, "", float(event[kind])) for kind in LIMITS if kind in event]
-        elif event["kind"] == Kind.PROCESS:
-            subject = f"{event['role']} ({event['pid']})"
-            samples += [(at, kind, subject, float(event[kind])) for kind in LIMITS if kind in event]
-    steps = _Clock(clock)
-    for at, kind, subject, value in samples:
-        if (step := steps.at(at)) is not None:
-            found[kind, subject].append((step, value))
-    return {key: sorted(points) for key, points in found.items()}
+                _append(self._of[_STEP_S, ""], float(event["step"]), float(total))
+        elif event["kind"] in (Kind.STORE, Kind.PROCESS):
+            subject = "" if event["kind"] == Kind.STORE else f"{event['role']} ({event['pid']})"
+            for kind in LIMITS:
+                if kind in event:
+                    _append(self._of[kind, subject], at, float(event[kind]))
+
+    def trends(self) -> list[Trend]:
+        """The trends of the series that have samples enough, by kind and subject."""
+        steps = _Clock(dict(zip(*self._clock, strict=True)))
+        found = [(kind, subject, trend_of(self._points(kind, subject, steps))) for kind, subject in sorted(self._of)]
+        return [Trend(kind, subject, *numbers) for kind, subject, numbers in found if numbers is not None]
+
+    def _points(self, kind: str, subject: str, steps: _Clock) -> list[Point]:
+        """The points of a series, by step."""
+        samples = zip(*self._of[kind, subject], strict=True)
+        return sorted(samples if kind == _STEP_S else (
+            (step, value) for at, value in samples if (step := steps.at(at)) is not None))
+
+
+def _append(to: tuple[array[float], array[float]], at: float, value: float) -> None:
+    to[0].append(at)
+    to[1].append(value)
 
 
 class _Clock:

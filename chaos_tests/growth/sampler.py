@@ -104,8 +104,7 @@ class Sampler:
         keys, cluster_keys = Keys(self.cluster.cfg.job), ClusterKeys(self.cluster.cfg.cluster_name)
         by_prefix = Counter[str]()
         for root in (keys.root, cluster_keys.root):
-            for page in self.etcd.pages(root):
-                by_prefix.update(prefix_of(kv.key, root) for kv in page.kvs)
+            by_prefix.update(prefix_of(key, root) for key in self.etcd.keys(root))
         files, folder = _files(self.paths.folder), self.paths.folder
         history = sum(nbytes for path, nbytes in files.items() if path == self.paths.steps)
         logs = sum(nbytes for path, nbytes in files.items() if self.paths.logs in path.parents)

@@ -1,16 +1,18 @@
 """Whether a history is linearizable: whether each operation can have happened at one moment between its call and its
 answer, so that all of them in this order are what a sequential model does.
 
-The search is that of Wing and Gong, with the cache of Lowe ("Testing for linearizability", 2017), which knows what was
-tried already: the set of operations so far, and the state after them. An operation that can come now and changes
-nothing, such as a reading, is not tried later as well: what can follow without it can follow it too. The search is
-exponential at worst, so it has a limit: a history that cannot be decided is no history that is right.
+The search goes from answer to answer, as the one of Lowe does that linearizes just in time ("Testing for
+linearizability", 2017): what has to come before an answer is put in order then, and nothing else. What it knows at an
+answer is the state, which of the operations under way came already, and which of the unknown ones, so that a history
+whose operations follow one another takes time and memory in proportion to its length. It is exponential at worst, so it
+has a limit: a history that cannot be decided is no history that is right.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -19,6 +21,9 @@ from chaos_tests.history import Operation
 S = TypeVar("S", bound=Hashable)
 
 MAX_TRIED = 2_000_000
+"""States of one key that may be tried in vain."""
+_FIRST_BUDGET = 1000
+"""The same for the first try, before another order is tried."""
 
 
 class Model(Protocol[S]):
@@ -63,7 +68,7 @@ def _line(o: Operation) -> str:
 
 def check(model: Model[S], history: Iterable[Operation], *, max_tried: int = MAX_TRIED) -> list[Violation]:
     """The keys whose operations cannot be put in order, each with why. Raises Undecided where ``max_tried`` states of a
-    key were not enough, and ValueError for an operation that ends before it begins."""
+    key were tried in vain, and ValueError for an operation that ends before it begins."""
     by_key = defaultdict[str, list[Operation]](list)
     for operation in history:
         if operation.ended_s is not None and operation.ended_s < operation.began_s:
@@ -73,29 +78,37 @@ def check(model: Model[S], history: Iterable[Operation], *, max_tried: int = MAX
     return [found for search in searches if (found := search.run()) is not None]
 
 
-@dataclass(eq=False, repr=False)
-class _Entry:
-    """A call or an answer in the list of what is not in the order yet. ``answer``: of a call, its answer."""
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """An answer of a history, the next one that is to be explained."""
 
-    number: int
-    operation: Operation
-    answer: _Entry | None = None
-    before: _Entry | None = None
-    after: _Entry | None = None
+    operation: int
+    """Number of its operation."""
+    under_way: tuple[int, ...]
+    """Numbers of the other operations that are under way then and are answered later."""
+    unknown: int
+    """How many of those that are never answered were called before."""
 
-    def take_out(self) -> None:
-        for entry in (self, self.answer):
-            assert entry is not None and entry.before is not None
-            entry.before.after = entry.after
-            if entry.after is not None:
-                entry.after.before = entry.before
 
-    def put_back(self) -> None:
-        for entry in (self.answer, self):  # the other way round, so that each finds its neighbours
-            assert entry is not None and entry.before is not None
-            entry.before.after = entry
-            if entry.after is not None:
-                entry.after.before = entry
+@dataclass(eq=False, slots=True)
+class _Frame(Generic[S]):
+    """An order of some operations, and what is tried next after it."""
+
+    before: _Frame[S] | None
+    came: Operation | None
+    """The last one of the order."""
+    length: int
+    answer: int
+    """Number of the first answer that it does not explain."""
+    state: S
+    ahead: frozenset[int]
+    """Those of the order that are answered later."""
+    unknown: int
+    """Those of the order that are never answered, as bits by the order of their calls."""
+    tried: int = 0
+    """How many of the operations with answers were tried next."""
+    tried_unknown: int = 0
+    """Those without answers that were, as bits."""
 
 
 @dataclass(repr=False)
@@ -104,68 +117,105 @@ class _Search(Generic[S]):
     key: str
     operations: Sequence[Operation]
     max_tried: int
-    _longest: list[_Entry] = field(default_factory=list)
-    _stuck: list[Operation] = field(default_factory=list)
+    _unknown: list[int] = field(default_factory=list)
+    """Numbers of the operations without answers, by their calls."""
+    _vain: dict[tuple[int, S, frozenset[int]], list[int]] = field(default_factory=dict)
+    """Answer, state and those ahead of it, from which no order explains the rest → the unknown ones that had come: with
+    more of them gone there is none either, since none of those needs to happen."""
 
     def run(self) -> Violation | None:
-        head = self._linked()
-        state, done = self.model.initial, 0
-        order: list[tuple[_Entry, S, bool]] = []
-        tried = {(done, state)}
-        entry = head.after
-        while entry is not None:
-            if entry.answer is not None:  # a call: may it come next?
-                after = self.model.step(state, entry.operation)
-                idle = after == state
-                if after is None or idle and entry.operation.ended_s is None:  # that one need not have happened
-                    entry = entry.after
-                    continue
-                now = (done | 1 << entry.number, after)
-                if now not in tried:
-                    if len(tried) >= self.max_tried:
-                        raise Undecided(f"{self.key}: {len(self.operations)} operations, {len(tried)} states tried")
-                    tried.add(now)
-                    order.append((entry, state, idle))
-                    done, state = now
-                    entry.take_out()
-                    entry = head.after
-                    continue
-                if not idle:
-                    entry = entry.after
-                    continue
-            elif entry.operation.ended_s is None:
-                return None  # answers that never came are behind all that did: what is left need not have happened
-            elif len(order) >= len(self._longest):
-                self._longest = [e for e, _, _ in order]
-                self._stuck = _under_way(head, entry)
-            idle = True
-            while idle:  # back to the last one that may come later
-                if not order:
-                    return Violation(self.key, [e.operation for e in self._longest], self._stuck)
-                entry, state, idle = order.pop()
-                done &= ~(1 << entry.number)
-                entry.put_back()
-            entry = entry.after
+        answers, budget = self._answers(), min(_FIRST_BUDGET, self.max_tried)
+        while True:
+            # Either order finds what the other one finds, and where one gets lost the other one mostly does not.
+            for eager in (True, False):
+                with suppress(Undecided):
+                    return self._search(answers, budget, eager=eager)
+            if budget == self.max_tried:
+                raise Undecided(f"{self.key}: {len(self.operations)} operations, {budget} states tried in vain")
+            budget = min(8 * budget, self.max_tried)
+
+    def _search(self, answers: Sequence[_Answer], budget: int, *, eager: bool) -> Violation | None:
+        """``eager``: whether operations without answers are tried first: they have mostly happened when they were
+        called. Else they are tried last: to explain what nothing else does. Raises Undecided."""
+        begin = _Frame(None, None, 0, 0, self.model.initial, frozenset[int](), 0)
+        frame: _Frame[S] | None = begin
+        longest, tried = begin, 0
+        self._vain.clear()
+        while frame is not None:
+            if frame.answer == len(answers):
+                return None  # what is left was never answered, and need not have happened
+            if (further := self._further(frame, answers, eager=eager)) is not None:
+                frame = further
+                continue
+            if tried >= budget:
+                raise Undecided
+            tried += 1
+            self._vain.setdefault((frame.answer, frame.state, frame.ahead), []).append(frame.unknown)
+            longest = frame if frame.length >= longest.length else longest
+            frame = frame.before
+        return self._violation(longest, answers[longest.answer])
+
+    def _further(self, frame: _Frame[S], answers: Sequence[_Answer], *, eager: bool) -> _Frame[S] | None:
+        """The order with one operation more, which was not tried yet; None where none can come next."""
+        for number, bit in self._candidates(frame, answers[frame.answer], eager=eager):
+            operation = self.operations[number]
+            state = self.model.step(frame.state, operation)
+            if state is None or bit and state == frame.state:
+                continue  # one that is never answered, and changes nothing, need not have happened
+            if state == frame.state:  # whatever can come without a reading can come after it
+                frame.tried, frame.tried_unknown = 1 + len(answers[frame.answer].under_way), -1
+            following, ahead, unknown = frame.answer, frame.ahead, frame.unknown | bit
+            if number == answers[following].operation:
+                following += 1
+            elif not bit:
+                ahead |= {number}
+            while following < len(answers) and answers[following].operation in ahead:
+                ahead -= {answers[following].operation}
+                following += 1
+            if not any(vain & unknown == vain for vain in self._vain.get((following, state, ahead), ())):
+                return _Frame(frame, operation, frame.length + 1, following, state, ahead, unknown)
         return None
 
-    def _linked(self) -> _Entry:
-        """Calls and answers in the order of time, behind a head. A call comes before the answers of its moment: those
-        two operations overlap."""
-        moments = list[tuple[float, int, _Entry]]()
-        for number, operation in enumerate(self.operations):
-            answer = _Entry(number, operation)
-            ended_s = operation.ended_s if operation.ended_s is not None else float("inf")
-            moments += [(operation.began_s, 0, _Entry(number, operation, answer)), (ended_s, 1, answer)]
-        moments.sort(key=lambda m: m[:2])
-        head = last = _Entry(-1, Operation("", self.key, "", None, 0.0))
-        for _, _, entry in moments:
-            last.after, entry.before, last = entry, last, entry
-        return head
+    def _candidates(self, frame: _Frame[S], answer: _Answer, *, eager: bool) -> Iterator[tuple[int, int]]:
+        """The numbers of the operations that were not tried yet, each of those without answers with its bit."""
+        if eager:
+            yield from self._unanswered(frame, answer, eager=True)
+        known = (answer.operation, *answer.under_way)
+        while frame.tried < len(known):
+            number, frame.tried = known[frame.tried], frame.tried + 1
+            if number not in frame.ahead:
+                yield number, 0
+        if not eager:
+            yield from self._unanswered(frame, answer, eager=False)
 
+    def _unanswered(self, frame: _Frame[S], answer: _Answer, *, eager: bool) -> Iterator[tuple[int, int]]:
+        """Those without answers, the oldest ones first if ``eager``, else the newest."""
+        while left := ((1 << answer.unknown) - 1) & ~(frame.unknown | frame.tried_unknown):
+            bit = left & -left if eager else 1 << left.bit_length() - 1
+            frame.tried_unknown |= bit
+            yield self._unknown[bit.bit_length() - 1], bit
 
-def _under_way(head: _Entry, first_answer: _Entry) -> list[Operation]:
-    found, entry = list[Operation](), head.after
-    while entry is not None and entry is not first_answer:
-        found.append(entry.operation)
-        entry = entry.after
-    return found
+    def _answers(self) -> list[_Answer]:
+        """The answers in the order of time. A call comes before the answers of its moment: those two operations
+        overlap."""
+        moments = [(o.began_s, 0, number) for number, o in enumerate(self.operations)]
+        moments += [(o.ended_s, 1, number) for number, o in enumerate(self.operations) if o.ended_s is not None]
+        under_way, found = dict[int, None](), list[_Answer]()
+        for _, is_answer, number in sorted(moments):
+            if is_answer:
+                del under_way[number]
+                found.append(_Answer(number, tuple(under_way), len(self._unknown)))
+            elif self.operations[number].ended_s is None:
+                self._unknown.append(number)
+            else:
+                under_way[number] = None
+        return found
+
+    def _violation(self, longest: _Frame[S], answer: _Answer) -> Violation:
+        order, frame = list[Operation](), longest
+        while frame.before is not None and frame.came is not None:
+            order.append(frame.came)
+            frame = frame.before
+        came = longest.ahead | {number for nth, number in enumerate(self._unknown) if longest.unknown >> nth & 1}
+        open_ = [answer.operation, *answer.under_way, *self._unknown[:answer.unknown]]
+        return Violation(self.key, order[::-1], [self.operations[n] for n in sorted(open_) if n not in came])

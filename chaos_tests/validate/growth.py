@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.growth.check import Trend, trends
+from chaos_tests.growth.check import Samples, Trend
 from chaos_tests.validate.verdict import GROWTH, Checker
 
 FEWEST_STEPS = 5_000
@@ -19,20 +19,19 @@ class NothingGrows(Checker):
 
     def __init__(self) -> None:
         super().__init__()
-        self._events, self._steps, self._trends = list[Event](), 0, list[Trend]()
+        self._samples, self._steps, self._trends = Samples(), 0, list[Trend]()
 
     def see(self, event: Event) -> None:
         if self.run.get("schedule", {}).get("strikes"):
             return
         if event["kind"] == Kind.STEP:
             self._steps = max(self._steps, int(event["step"]))
-            event = {name: event.get(name) for name in ("at", "kind", "step", "seconds")}
-        self._events.append(event)
+        self._samples.see(event)
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
         if self._steps >= FEWEST_STEPS:
-            self._trends = trends(self._events)
+            self._trends = self._samples.trends()
         for trend in self._trends:
             if trend.grows:
                 self.violated(str(trend))

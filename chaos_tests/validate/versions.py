@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -273,7 +274,9 @@ class _Held:
 
     stream: str
     number: int
-    parts: list[list[str]]
+    parts: list[list[str]] = field(default_factory=list)
+    nodes: frozenset[str] = frozenset()
+    """Those that have one of them."""
     copies: int = 0
     """Nodes that held each part at least, as it was last said of nodes that were all there. 0: each part was on a node
     that was there never yet: a version that was committed so is no version lost."""
@@ -300,10 +303,13 @@ class KeptVersions(Checker):
         self._gone = dict[str, set[str]]()
         """Nodes that were seen to be registered no longer. Of others nothing is known."""
         self._heads = dict[str, dict[str, int]]()
+        self._due = defaultdict[str, set[tuple[str, int]]](set)
+        """Versions of which a part has moved, or a node has come or gone, since they were judged: nodes write their
+        status again and again, and say mostly the same."""
         self._over, self._at = set[str](), 0.0
 
     def gap(self, first: int, last: int) -> None:
-        for known in (self._held, self._gone, self._heads):
+        for known in (self._held, self._gone, self._heads, self._due):
             known.clear()
 
     def transaction(self, found: Transaction) -> None:
@@ -326,8 +332,10 @@ class KeptVersions(Checker):
                 else:
                     self._over.discard(step.scope)
         for scope in touched - self._over:
-            suspended = found.after.get(scope + _CATALOG).get("suspended")
-            for held in () if suspended else [*self._held.get(scope, {}).values()]:
+            if not self._due.get(scope) or found.after.get(scope + _CATALOG).get("suspended"):
+                continue
+            due = self._due.pop(scope)
+            for held in [held for version, held in self._held.get(scope, {}).items() if version in due]:
                 self._judge(scope, held, said=(scope, held.stream, held.number) in said)
         for step, stream, number in _versions(found.steps):
             if step.new.get("state") != COMMITTED:  # it is released, or was never visible
@@ -336,14 +344,20 @@ class KeptVersions(Checker):
     def _node(self, step: Step) -> None:
         node = step.name.removeprefix(_NODES)
         gone = self._gone.setdefault(step.scope, set())
+        moved = (node in gone) == step.put
+        failed = not step.put or step.created or bool(step.new.get("lost_chunks"))
+        if not moved and not failed:
+            return
         if step.put:
             gone.discard(node)
         else:
             gone.add(node)
-        if not step.put or step.created or step.new.get("lost_chunks"):
-            for held in self._held.get(step.scope, {}).values():
-                if any(node in part for part in held.parts):
+        for version, held in self._held.get(step.scope, {}).items():
+            if node in held.nodes:
+                if failed:
                     held.failed.add(node)
+                if moved:
+                    self._due[step.scope].add(version)
 
     def _sets(self, found: Transaction, step: Step, stream: str, number: int) -> None:
         versions = self._held.setdefault(step.scope, {})
@@ -352,8 +366,10 @@ class KeptVersions(Checker):
             versions.pop((stream, number), None)
             return
         self.judged += 1
-        held = versions.setdefault((stream, number), _Held(stream, number, []))
+        held = versions.setdefault((stream, number), _Held(stream, number))
         held.parts, held.proof = [list(part) for part in step.new.get("parts", [])], (step.event,)
+        held.nodes = frozenset().union(*held.parts)
+        self._due[step.scope].add((stream, number))
 
     def _judge(self, scope: str, held: _Held, *, said: bool) -> None:
         """``said``: whether the leader has just written where its parts are."""

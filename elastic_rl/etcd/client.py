@@ -244,6 +244,16 @@ class EtcdClient:
         return Page([KeyValue.from_message(kv) for kv in response.kvs],
                     request.revision or response.header.revision, response.more)
 
+    def keys(self, prefix: str) -> Iterator[str]:
+        """The keys under a prefix in key order, without their values. They are read in pages, each of them as of the
+        time that it is read."""
+        after, more = "", True
+        while more:
+            page = self._read_page(_range_request(prefix, after, limit=_MAX_PAGE, keys_only=True))
+            yield from (kv.key for kv in page.kvs)
+            more = page.more and bool(page.kvs)
+            after = page.kvs[-1].key if page.kvs else ""
+
     def count(self, prefix: str, *, after: str = "", before: str = "") -> int:
         """Number of keys under a prefix, between two of them."""
         return int(self._channels.call(RANGE, _range_request(prefix, after, before, count_only=True)).count)

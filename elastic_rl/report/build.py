@@ -19,6 +19,9 @@ from elastic_rl.data.ledger import Audit
 from elastic_rl.etcd.records import Version
 
 Record = dict[str, Any]
+_OF_STEP = ("kind", "at", "step", "policy_version", "engines", "seconds", "throughput", "tokens", "samples",
+            "dropped_groups", "reward_mean", "staleness", "logprob_diff_max")
+"""What ``build`` reads of the record of a step."""
 _TOGETHER = 500
 """Lines that are parsed together."""
 _BLOCK_BYTES = 64 << 10
@@ -27,10 +30,19 @@ _BLOCK_BYTES = 64 << 10
 
 def read_records(path: Path) -> list[Record]:
     """Records of a steps.jsonl in order; a last line that is torn (its writer was killed) is left out."""
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        return list(parse_lines(lines))
+    return list(_records(path))
+
+
+def read_for_build(path: Path) -> list[Record]:
+    """The same with what ``build`` reads of a step alone: its prompt groups and metrics are most of its record."""
+    return [{name: record[name] for name in _OF_STEP if name in record} if record["kind"] == "step" else record
+            for record in _records(path)]
+
+
+def _records(path: Path) -> Iterator[Record]:
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            yield from parse_lines(lines)
 
 
 def read_records_since(path: Path, at: float) -> list[Record]:

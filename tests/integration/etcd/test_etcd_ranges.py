@@ -57,6 +57,15 @@ def test_large_range_arrives_over_a_slow_link(etcd_servers: EtcdServers, etcd: E
         assert link.sent.nbytes - before < 3 * RECORDS * RECORD_BYTES, "pages were asked for again without end"
 
 
+def test_keys_arrive_without_their_values(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys) -> None:
+    _fill(etcd, keys, 1500, 4000)
+    with Links() as links:
+        link = links.add(int(etcd_servers.endpoints[0].rpartition(":")[2]), 100e6)
+        with EtcdClient([f"127.0.0.1:{link.port}"]) as far:
+            assert [*far.keys(keys.root + "large/")] == [_key(keys, n) for n in range(1500)]
+        assert link.sent.nbytes < 1500 * 400
+
+
 def test_range_is_read_at_one_revision_while_others_write(etcd_servers: EtcdServers, etcd: EtcdClient,
                                                           keys: Keys) -> None:
     """The first key and the last one, which are on different pages, change together."""
@@ -106,6 +115,8 @@ def test_pages_cover_the_range_exactly_once(etcd: EtcdClient, keys: Keys) -> Non
     part = list(etcd.pages(keys.root + "large/", after=_key(keys, 9), before=_key(keys, 13)))
     assert [kv.key for page in part for kv in page.kvs] == [_key(keys, n) for n in (10, 11, 12)]
     assert [page.kvs for page in etcd.pages(keys.root + "none/")] == [[]]
+    assert [*etcd.keys(keys.root + "large/")] == [_key(keys, n) for n in range(1200)]
+    assert [*etcd.keys(keys.root + "none/")] == []
     first, _ = etcd.range(keys.root + "large/", limit=650)
     assert [kv.key for kv in first] == [_key(keys, n) for n in range(650)]
     newest, _ = etcd.range(keys.root + "large/", limit=2, newest_first=True)

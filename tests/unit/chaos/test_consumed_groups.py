@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.validate.groups import ConsumedOfSteps
+from chaos_tests.validate import groups as of_groups
+from chaos_tests.validate.groups import ConsumedOfSteps, missing
 from chaos_tests.validate.judge import broken, show
 from chaos_tests.validate.training import TrainedOnce
 from elastic_rl.data.intervals import IntervalSet
@@ -98,6 +99,120 @@ def test_states_of_any_run_that_goes_back_are_accepted_and_those_with_one_group_
     assert found(*events) == []
     more = consumed | IntervalSet(((50, 51),))
     assert len(found(*events[:-1], state(len(done) + 1, last, len(done) + 1, more.to_json()))) == 1
+
+
+def by_sets(events: Sequence[Event]) -> list[str]:
+    """The states that do not agree with their steps, by a set of all groups for each time that a step was done."""
+    effective, after = dict[int, set[int]](), dict[int, list[tuple[int, set[int]]]]()
+    for event in events:
+        if event["kind"] == Kind.STEP:
+            number = event["step"]
+            effective = {n: g for n, g in effective.items() if n < number}
+            effective[number] = effective.get(number - 1, set()) | set(event["groups"])
+            after.setdefault(number, []).append((event["policy_version"], effective[number]))
+    before, wrong = min(after) - 1, list[str]()
+    states = sorted(((json.loads(event["value"])["meta"], event) for event in events if event["kind"] == Kind.CHANGE),
+                    key=lambda found: int(found[0]["step"]))
+    known = [{*IntervalSet.from_json(meta["consumed"]["groups"])} for meta, _ in states if meta["step"] == before]
+    begun: set[int] | None = set() if before == 0 else known[0] if known else None
+    for meta, event in states:
+        done = [(0, set[int]())] if meta["step"] == before == 0 else after.get(meta["step"], [])
+        has, dropped = {*IntervalSet.from_json(meta["consumed"]["groups"])}, sum(meta["consumed"]["dropped"].values())
+        wanted = [g for version, g in done if version == meta["policy_version"]] or [g for _, g in done]
+        if not wanted:
+            continue
+        begun = has - wanted[0] if begun is None else begun
+        if all(
+                (g | begun) - has or (len(has - g - begun) > dropped if begun else len(has - g) != dropped)
+                or (not begun and meta["consumed"]["trained"] != len(g)) for g in wanted):
+            wrong.append(event["key"])
+    return sorted(wrong)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[Event]:
+    """Runs that go back to their states and drop groups, and whose states lack, or have, a group too many now and then.
+    The record of a step is behind its state in the log, or before it."""
+    begin = draw(st.sampled_from([0, 0, 7]))
+    at, ordinal, dropped, number = begin, 4 * begin, 0, 1
+    consumed = {begin: (set(range(ordinal)), 0)}
+    events = [state(1, begin, 1, IntervalSet.from_values(consumed[begin][0]).to_json())]
+    events = events if draw(st.booleans()) else []
+    for version in range(2, draw(st.integers(3, 30))):
+        if draw(st.integers(0, 5)) == 0:
+            at = draw(st.sampled_from(sorted(consumed)))
+        has, dropped = consumed[at]
+        at, size = at + 1, draw(st.integers(1, 3))
+        trained = {*range(ordinal, ordinal + size)}
+        drops = draw(st.sampled_from([0, 0, 0, 1]))
+        ordinal += size + drops
+        has, dropped = has | {*range(ordinal - size - drops, ordinal)}, dropped + drops
+        consumed = {n: c for n, c in consumed.items() if n < at} | {at: (has, dropped)}
+        found = [step(at, version, sorted(trained))]
+        if draw(st.booleans()):
+            number += 1
+            said = set(has)
+            match draw(st.integers(0, 9)):
+                case 0:
+                    said -= {draw(st.sampled_from(sorted(said)))}
+                case 1:
+                    said |= {ordinal + 7}
+            found.append(state(number, at, version + draw(st.sampled_from([0, 0, 0, 1000])),
+                               IntervalSet.from_values(said).to_json(), dropped={"reward": dropped} if dropped else {}))
+            if draw(st.booleans()):
+                found.reverse()
+        events += found
+    return events
+
+
+@given(runs())
+def test_states_are_judged_as_by_a_set_for_each_step(events: list[Event]) -> None:
+    checker = ConsumedOfSteps()
+    show(events, [checker])
+    assert sorted(str(v.records[0]["key"]) for v in checker.violations) == by_sets(events)
+
+
+def test_what_is_held_does_not_grow_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group is dropped every third step, so that what a state has consumed grows; one state is of a step that was
+    recorded with another version, and one has lost a group, which all later ones lack too."""
+    monkeypatch.setattr(of_groups, "_STATES_KEPT", 5)
+    events, groups, dropped = list[Event](), list[int](), 0
+    for number in range(1, 301):
+        dropped += number % 3 == 0
+        first = 2 * (number - 1) + dropped
+        groups += range(first, first + 2)
+        events.append(step(number, number + 1, range(first, first + 2)))
+        if number % 2 == 0:
+            has = IntervalSet(((0, first + 2),)) - IntervalSet(((190, 191),) if number > 200 else ())
+            events.append(state(number, number, 777 if number == 100 else number + 1, has.to_json(),
+                                trained=len(groups), dropped={"reward": dropped}))
+    checker, held = ConsumedOfSteps(), set[tuple[int, int, int]]()
+
+    def watched() -> Iterator[Event]:
+        for event in events:
+            yield event
+            held.add((len(checker._done), len(checker._effective.of), len(checker._states)))
+
+    show(watched(), [checker])
+    assert all(done <= 23 and effective <= 22 and states <= 11 for done, effective, states in held), sorted(held)[-1]
+    assert checker.judged == 150 and len(checker.violations) + checker.further == 50
+
+
+def test_job_that_goes_back_behind_all_that_is_held_is_judged_from_there_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_groups, "_STATES_KEPT", 3)
+    done = [e for n in range(1, 21) for e in (step(n, n + 1), state(n, n, n + 1, [[0, A_STEP * n]]))]
+    again = [e for n in range(5, 9) for e in (
+        step(n, 50 + n), state(50 + n, n, 50 + n, [[0, A_STEP * n - (n == 7)]]))]
+    assert len(found(*done, *again)) == 1
+
+
+spans = st.sets(st.integers(0, 40)).map(lambda values: IntervalSet.from_values(values).to_json())
+
+
+@given(spans, spans)
+def test_ordinals_that_are_missing_are_those_of_the_difference(some: list[list[int]], others: list[list[int]]) -> None:
+    assert missing(some, others) == (IntervalSet.from_json(some) - IntervalSet.from_json(others)).to_json()
+    assert missing(some[::-1], others[::-1]) == missing(some, others)
 
 
 @pytest.mark.parametrize(("record", "schedule", "sound"), [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -110,6 +111,32 @@ def test_process_that_is_started_again_begins_again() -> None:
                                                      "anonymous_bytes": 3e8 + 1e8 * (step > STEPS // 2)})
     assert growing(events) == []
     assert [trend.subject for trend in check.trends(events)] == ["rank (1)", "rank (2)"]
+
+
+@given(st.integers(0, 2**32))
+def test_trends_are_those_of_all_records_at_once(seed: int) -> None:
+    """Steps and samples in any order of the log, of processes that come and go, without some of their fields."""
+    rng, step, log = random.Random(seed), 0, list[Event]()
+    for i in range(120):
+        step += rng.randrange(3)
+        log += [{"at": i + rng.random(), "kind": Kind.STEP, "step": step,
+                 "seconds": rng.choice([{}, {"total": i / 7}])},
+                {"at": float(i), "kind": Kind.STORE, "step": step, "etcd_keys": 10 + i % 5}]
+        log += [{"at": i + 0.5, "kind": Kind.PROCESS, "role": "rank", "pid": pid, "threads": rng.randrange(9),
+                 **rng.choice([{}, {"descriptors": i}])} for pid in (1, 1 + i // 60)]
+    rng.shuffle(log)
+    clock = {e["at"]: float(e["step"]) for e in log if "step" in e}
+    steps, points = check._Clock(clock), defaultdict[tuple[str, str], list[check.Point]](list)
+    for e in log:
+        subject = "" if "step" in e else f"{e['role']} ({e['pid']})"
+        values = {kind: e[kind] for kind in check.LIMITS if kind in e}
+        at = steps.at(e["at"])
+        for kind, value in values.items():
+            points[kind, subject] += [(at, value)] if at is not None else []
+        if "total" in (e.get("seconds") or {}):
+            points["step_s", ""].append((e["step"], e["seconds"]["total"]))
+    wanted = [(*key, check.trend_of(sorted(found))) for key, found in sorted(points.items())]
+    assert check.trends(log) == [check.Trend(kind, subject, *t) for kind, subject, t in wanted if t is not None]
 
 
 @pytest.mark.parametrize("samples", (0, 1, 2, 5))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,71 @@ def register_history(seed: int, *, clients: int = 4, operations: int = 60, lost:
         out.append(Operation(o.client, o.key, o.call, o.argument, o.began_s, o.ended_s if known else None,
                              results[number] if known else None))
     return out
+
+
+def by_sets(model: VersionedNumber, operations: Sequence[Operation]) -> bool:
+    """The same by the sets of operations that can have come, with each state after them."""
+    def before(o: Operation, n: int) -> bool:
+        ended_s = operations[n].ended_s
+        return ended_s is not None and ended_s < o.began_s
+
+    reached: set[tuple[frozenset[int], State]] = {(frozenset(), model.initial)}
+    open_ = [*reached]
+    for came, state in open_:
+        for n, o in enumerate(operations):
+            if n not in came and all(m in came for m in range(len(operations)) if before(o, m)):
+                after = model.step(state, o)
+                if after is not None and (now := (came | {n}, after)) not in reached:
+                    reached.add(now)
+                    open_.append(now)
+    answered = {n for n, o in enumerate(operations) if o.ended_s is not None}
+    return any(answered <= came for came, _ in reached)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4), st.booleans())
+def test_check_agrees_with_all_sets_of_operations(seed: int, clients: int, swapped: bool) -> None:
+    """``swapped``: two answers of a right history are exchanged, after which it may be right or not."""
+    operations = register_history(seed, clients=clients, operations=14)
+    answered = [n for n, o in enumerate(operations) if o.ended_s is not None]
+    if swapped and len(answered) > 1:
+        a, b = random.Random(seed).sample(answered, 2)
+        results = operations[a].result, operations[b].result
+        operations[a], operations[b] = replace(operations[a], result=results[1]), replace(
+            operations[b], result=results[0])
+    assert (check(MODEL, operations) == []) == by_sets(MODEL, operations)
+
+
+class _Counting(VersionedNumber):
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def step(self, state: State, operation: Operation) -> State | None:
+        _Counting.asked += 1
+        return super().step(state, operation)
+
+
+@pytest.mark.parametrize("lost", [0, 3, 30])
+def test_cost_of_operations_one_after_the_other_is_in_proportion_to_them(lost: int) -> None:
+    """``lost``: writes whose answers are lost, of which each second one has happened."""
+    operations, value, revision, length = list[Operation](), 0, 1, 3000
+    for n in range(length):
+        at, turn = 2.0 * n, lost and n % (length // (lost + 1)) == 1
+        if turn:
+            operations.append(Operation("a", "k", WRITE, n + length, at))
+        if turn and len(operations) % 2:
+            value, revision = n + length, revision + 1
+        elif n % 3 == 0:
+            value, revision = n + 1, revision + 1
+            operations.append(Operation("b", "k", WRITE, value, at, at + 1, [value, revision]))
+        else:
+            operations.append(Operation("b", "k", READ, None, at, at + 1, [value, revision]))
+    model = _Counting(State(0, 1))
+    _Counting.asked = 0
+    assert check(model, operations) == [] and _Counting.asked < (2 + lost) * length
+    wrong = [*operations[:-1], replace(operations[-1], result=[99_999, revision])]
+    _Counting.asked = 0
+    assert len(check(model, wrong)) == 1 and _Counting.asked < 20 * (1 + lost) ** 2 * length
 
 
 @given(st.integers(0, 2**32))

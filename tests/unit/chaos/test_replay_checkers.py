@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate import groups, judge, running, watches
+from chaos_tests.validate.replay import Transaction
+from chaos_tests.validate.versions import KeptVersions
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 
@@ -435,6 +437,69 @@ def test_watch_that_is_silent_before_the_end_of_the_run_breaks_i1(keeps: bool, e
 
     assert (found({"revision": 5}) == []) == keeps
     assert found({"revision": None}) == [], "nothing is known of the end"
+
+
+class _JudgesAll(KeptVersions):
+    """Judges all versions whenever a node, a head or replica sets change."""
+
+    def transaction(self, found: Transaction) -> None:
+        for scope, versions in self._held.items():
+            self._due[scope] |= versions.keys()
+        super().transaction(found)
+
+
+_NODES_OF_PARTS = st.sampled_from("abc")
+_NUMBERS = st.integers(1, 3)
+moves = st.one_of(
+    st.tuples(st.just("node"), _NODES_OF_PARTS, st.sampled_from([{}, {"used": 1}, {"lost_chunks": 2}, None])),
+    st.tuples(st.just("sets"), _NUMBERS, st.lists(st.lists(_NODES_OF_PARTS, max_size=2, unique=True), max_size=3)),
+    st.tuples(st.just("state"), _NUMBERS, st.sampled_from(["committed", "committed", "gone"])),
+    st.tuples(st.just("head"), _NUMBERS, st.none()), st.tuples(st.just("suspended"), st.booleans(), st.none()),
+    st.tuples(st.just("phase"), st.sampled_from(["running", "stopped"]), st.none()),
+    st.tuples(st.just("gap"), st.none(), st.none()))
+
+
+def log_of(found: Iterable[tuple[str, Any, Any]]) -> list[Event]:
+    """Each move in a transaction of its own, ten minutes after the one before. The first ones are of two versions."""
+    etcd = Etcd()
+    for number in (1, 2):
+        etcd.write((J.version("policy", number), version(number, "committed")),
+                   (J.replica_sets("policy", number), {"parts": [["a", "b"], ["b", "c"]]}))
+    for what, of, value in found:
+        match what:
+            case "node":
+                etcd.write((J.dcs_node(of), value if value is None else {"id": of, **value}))
+            case "sets":
+                etcd.write((J.replica_sets("policy", of), {"parts": value}))
+            case "state":
+                etcd.write((J.version("policy", of), version(of, value)))
+            case "head":
+                etcd.write((J.stream_head("policy"), version(of, "committed")))
+            case "suspended":
+                etcd.write((J.dcs_catalog(), {**CATALOG, "suspended": of}))
+            case "phase":
+                etcd.write((J.job_status(), {"phase": of}))
+            case _:
+                etcd.gap()
+    return [{**event, "at": 600.0 * event.get("revision", 0)} for event in etcd.events]
+
+
+@given(st.lists(moves, max_size=40))
+def test_versions_that_are_judged_when_they_are_concerned_are_judged_as_if_all_were(
+        found: list[tuple[str, Any, Any]]) -> None:
+    concerned, everything = ([str(v) for v in judge.broken(log_of(found), [checker])]
+                             for checker in (KeptVersions, _JudgesAll))
+    assert concerned == everything
+
+
+def test_status_of_a_node_that_says_the_same_judges_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged, judging = list[int](), KeptVersions._judge
+    monkeypatch.setattr(KeptVersions, "_judge", lambda self, scope, held, *, said: (
+        judged.append(held.number), judging(self, scope, held, said=said)))
+    judge.broken(log_of([("node", "a", {}), *[("node", "a", {"used": n}) for n in range(50)]]), [KeptVersions])
+    assert judged == [1, 2], "as their replica sets were written"
+    judge.broken(log_of([("sets", 1, [["c"]]), ("node", "a", {}), ("node", "a", None)]), [KeptVersions])
+    assert judged[2:] == [1, 2, 1, 2], "of the two versions one is on the node that has gone"
 
 
 @pytest.mark.parametrize(("key", "kept"), [

@@ -20,7 +20,7 @@ from support.waiting import wait_until
 from chaos_tests import abort, runner
 from chaos_tests.abort import AbortSwitch
 from chaos_tests.event_log import Event, EventLog, Kind, read
-from chaos_tests.nemesis.schedule import Schedule
+from chaos_tests.nemesis.schedule import Schedule, Strike
 from chaos_tests.observation import Observer
 from chaos_tests.receiver import Notice, Receiver, notices
 from chaos_tests.scenarios import SCENARIOS
@@ -190,6 +190,27 @@ def test_run_that_is_aborted_while_etcd_is_away_has_an_end(tmp_path: Path, monke
 def test_client_that_has_ended_by_an_error_is_a_problem_of_the_run(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert followed(tmp_path, monkeypatch)["problems"] == ["RuntimeError: a client has a bug"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("own", "strikes", "sampled"), [
+    (True, (), {"store", "processes"}), (True, (Strike(3, ("engine_killed",)),), set[str]()), (False, (), set[str]())],
+    ids=["without faults", "with faults", "of others"])
+def test_what_a_run_takes_is_sampled_on_its_own_cluster_without_faults(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool, strikes: tuple[Strike, ...], sampled: set[str]
+        ) -> None:
+    taken, target = set[str](), Away(tmp_path / "runs")
+    monkeypatch.setattr(target, "own", own, raising=False)
+    target.etcd.revision = lambda: 7
+    monkeypatch.setattr(runner, "Observer", NoObserver)
+    monkeypatch.setattr(runner, "_END_S", 1.0)
+    for name in ("store", "processes"):
+        monkeypatch.setattr(runner._Play, f"_sample_{name}", lambda self, name=name: taken.add(name))
+    aborts, log = AbortSwitch(tmp_path), EventLog(tmp_path / "events.jsonl")
+    aborts.request("SIGINT")
+    runner._Play(cast(Any, target), replace(SCENARIOS["quick"], traffic=()), Schedule(
+        1, 10, strikes, scenario="quick"), tmp_path, log, aborts, runner.Limits(), lambda line: None).follow()
+    assert taken == sampled
 
 
 def test_poller_that_has_ended_by_an_error_says_so() -> None:

@@ -136,6 +136,16 @@ def test_torn_last_line_is_skipped(tmp_path: Path) -> None:
     assert [r["step"] for r in build.read_records(path)] == [0]
 
 
+def test_report_is_the_same_of_what_of_each_step_it_reads(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    rows = [{**r, "groups": [*range(9)]} if r["kind"] == "step" else r for r in records()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = build.read_for_build(path)
+    assert _report(read) == _report(build.read_records(path)) == _report(rows)
+    assert not any("groups" in record or "loss" in record for record in read if record["kind"] == "step")
+    assert build.read_for_build(path.with_name("none")) == []
+
+
 @given(st.lists(st.sampled_from(['{"kind": "step", "step": 1}', '{"kind": "eval"}', '{"kind": "st', "[]", "1", "",
                                  '{"kind": "a"}, {"kind": "b"}', '{"step": 2}']), max_size=12), st.integers(1, 4))
 def test_lines_that_are_parsed_together_are_the_records_of_each(lines: list[str], together: int) -> None:
