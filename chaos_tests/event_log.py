@@ -72,8 +72,9 @@ class Kind(StrEnum):
     ``threads``, ``cpu_s``."""
     STORE = "store"
     """A sample of what is kept, in such a run: ``etcd_keys`` and ``etcd_keys_by_prefix``, ``etcd_bytes`` (in use),
-    ``files`` of the job's folder, their bytes as ``history_bytes`` (steps.jsonl), ``log_bytes`` and ``file_bytes`` (the
-    others, also as ``file_bytes_by_folder``), ``shm_files`` and ``shm_bytes`` in /dev/shm, ``status_s`` (time that
+    ``files`` of the job's folder, their bytes as ``history_bytes`` (steps.jsonl, and what the checkpoint service has on
+    disk), ``log_bytes`` (with those of etcd) and ``file_bytes`` (the others), those of all as
+    ``file_bytes_by_folder``, ``shm_files`` and ``shm_bytes`` in /dev/shm, ``status_s`` (time that
     ``status`` took), ``step`` (the newest one)."""
     LEFTOVER = "leftover"
     """Something that should have ended with the cluster: ``what``."""

@@ -351,7 +351,7 @@ _OF_HOSTS: Mapping[str, Entry] = {
                                             "power; it returns"),
     "etcd_leader_host_slow": _of_hosts(
         Victim.ETCD_LEADER, lambda c, v: LinkImpaired(c, v, "slow", _SLOW, _IMPAIRED_S),
-        "the link of etcd's leader carries 48 KiB a second for a while", slows=True),
+        "the link of etcd's leader carries 48 KiB a second for a while"),  # once it is full, no heartbeat is in time
     "leader_host_late": _of_hosts(
         Victim.LEADER, lambda c, v: LinkImpaired(c, v, "late", _LATE, _IMPAIRED_S),
         "what the leader's host gets is 150 to 250 ms late for a while", slows=True),

@@ -25,11 +25,12 @@ Point = tuple[float, float]
 _STEP_S = "step_s"
 LIMITS: Mapping[str, float] = {
     "anonymous_bytes": 1000.0, "descriptors": 1e-3, "threads": 1e-3, "etcd_keys": 1e-3, "etcd_bytes": 250.0,
-    "files": 1e-3, "file_bytes": 250.0, "history_bytes": 5000.0, "shm_files": 1e-3, "shm_bytes": 250.0,
+    "files": 5e-3, "file_bytes": 250.0, "history_bytes": 5000.0, "shm_files": 1e-3, "shm_bytes": 250.0,
     "status_s": 1e-6, _STEP_S: 2e-6}
 """Most that a kind of series may grow a step. A job that takes a step in half a minute does a million in a year: 1 GB
 of memory, a thousand descriptors, a second for ``status`` and two for a step. Logs have a limit of their own
-(``telemetry.log_max_bytes``), below which they grow; ``history_bytes`` is ``steps.jsonl``, a record a step."""
+(``telemetry.log_max_bytes``), below which they grow, and so has etcd's write-ahead log, five files of 64 MB;
+``history_bytes`` is ``steps.jsonl``, a record a step, with its durable copy in the checkpoint service, some files."""
 WARM_UP = 0.25
 """Part of a series that does not count: caches fill and rings wrap around in it."""
 BLOCKS = 24

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.host import processes
 from elastic_rl.host.local_cluster import Cluster
-from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.host.processes import OWNER_ENV
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -106,8 +106,8 @@ class Sampler:
         for root in (keys.root, cluster_keys.root):
             by_prefix.update(prefix_of(key, root) for key in self.etcd.keys(root))
         files, folder = _files(self.paths.folder), self.paths.folder
-        history = sum(nbytes for path, nbytes in files.items() if path == self.paths.steps)
-        logs = sum(nbytes for path, nbytes in files.items() if self.paths.logs in path.parents)
+        history = _bytes_of(files, self.paths.steps, self.paths.disk)
+        logs = _bytes_of(files, self.paths.logs, ClusterPaths.of(self.cluster.cfg).etcd)
         tag = self.paths.file_tag()
         shared = {p: n for p, n in _files(_SHARED_MEMORY).items() if tag in str(p) or self.cluster.cfg.job in str(p)}
         return {
@@ -149,6 +149,11 @@ def _files(folder: Path) -> dict[Path, int]:
             with contextlib.suppress(OSError):
                 found[Path(parent) / name] = (Path(parent) / name).lstat().st_size
     return found
+
+
+def _bytes_of(files: Mapping[Path, int], *of: Path) -> int:
+    """Of these files, and of those in these folders."""
+    return sum(nbytes for path, nbytes in files.items() if not {path, *path.parents}.isdisjoint(of))
 
 
 def _by_folder(files: dict[Path, int], root: Path) -> dict[str, int]:

@@ -187,7 +187,7 @@ def test_record_of_a_fault_says_what_the_catalogue_says(name: str) -> None:
     new = {**old, **json.loads(json.dumps(entry.fields))}
     assert struck(new) == struck(old) and seen_in(new) == seen_in(old) == entry.seen_in
     assert struck(new)[0] is entry.part and {*struck(new)} == entry.parts
-    assert entry.slows == name.endswith(("busy_cores", "_slow", "_late", "_lossy"))
+    assert entry.slows == name.endswith(("busy_cores", "etcd_slow", "_late", "_lossy"))
     assert not (entry.slows and entry.seen_in)
 
 
