@@ -75,9 +75,9 @@ class Schedule:
                 raise TypeError("strikes are no list of objects")
             strikes = tuple(Strike(_whole(s["step"]), _words(s["faults"]), _number(s["second"]))
                             for s in read["strikes"])
-            for of, kind in ((read, cls), *((strike, Strike) for strike in read["strikes"])):
-                if unknown := of.keys() - {field.name for field in fields(kind)} - {"form"}:
-                    raise TypeError(f"unknown fields: {', '.join(sorted(unknown))}")
+            known = {"form", *(field.name for field in fields(cls))}, {field.name for field in fields(Strike)}
+            if unknown := {*read} - known[0] | {name for strike in read["strikes"] for name in strike} - known[1]:
+                raise TypeError(f"unknown fields: {', '.join(sorted(unknown))}")
             found = cls(_whole(read["seed"]), _whole(read["steps"]), strikes, _number(read["minutes"]),
                         _word(read["scenario"]), _words(read["settings"]), _choice(read.get("baseline")))
         except (KeyError, TypeError, OverflowError) as e:

@@ -42,7 +42,7 @@ def render(report: Mapping[str, Any], run: Timeline, baseline: Timeline | None) 
     at = report.get("began_at")
     when = ""
     with suppress(ValueError, OverflowError, OSError, TypeError):  # a time of another age, or none
-        when = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        when = datetime.fromtimestamp(float(at), UTC).strftime("%Y-%m-%d %H:%M UTC")  # type: ignore[arg-type]
     state = "passed" if report["passed"] else "failed"
     numbers = report["statistics"]
     head = (f'<header><div><h1>Chaos run: {escape(str(report.get("scenario") or "without a scenario"))}</h1>'
