@@ -28,6 +28,9 @@ from elastic_rl.report.build import percentile
 _ALERTS = below(Keys("j").alerts_prefix())
 
 
+_LARGEST = 1e15
+
+
 @dataclass(frozen=True)
 class StepTime:
     """A step, as it was done once."""
@@ -108,10 +111,9 @@ class Timeline:
 
     def _step(self, event: Event) -> None:
         step, at = int(event["step"]), float(event["at"])
-        seconds = float((event.get("seconds") or {}).get("total") or 0.0)
-        reward = event.get("reward_mean")
-        one = StepTime(step, at - seconds, at, int(event.get("samples") or 0),
-                       None if reward is None else float(reward))
+        seconds = _bounded((event.get("seconds") or {}).get("total")) or 0.0
+        one = StepTime(step, at - seconds, at, int(_bounded(event.get("samples")) or 0),
+                       _bounded(event.get("reward_mean")))
         if undone := self.effective.undo(step):
             self.redone.append((at, undone))
         self.effective.add(step, one)
@@ -127,6 +129,11 @@ class Timeline:
     @property
     def happened(self) -> list[Event]:
         return sorted(filter(happened, self.faults), key=began)
+
+
+def _bounded(value: Any) -> float | None:
+    """A number with which others can be reckoned; None for what is none."""
+    return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else None
 
 
 def timeline(events: Iterable[Event]) -> Timeline:

@@ -24,6 +24,8 @@ from chaos_tests import target as chaos_target
 from chaos_tests.event_log import FORM, EventLog, Kind
 from chaos_tests.faults.catalogue import FAULTS, Need, Part
 from chaos_tests.nemesis.schedule import Schedule, Strike
+from chaos_tests.report.build import build
+from chaos_tests.report.html import render
 from chaos_tests.runner import Outcome
 from chaos_tests.scenarios import SCENARIOS
 from chaos_tests.sim.worlds import WORLDS
@@ -423,6 +425,7 @@ ALERT = {"id": "a", "kind": "engine.dead", "subject": "e", "message": "", "phase
     ([FIRST, END | {"alerts": [ALERT, {"kind": []}]}], 2, "alerts of end is of another form"),
     ([FIRST, END | {"records": {"step": "many"}}], 2, "records of end is of another form"),
     ([FIRST, {"at": 1.0, "kind": "quantum"}], 2, "its kind 'quantum' is unknown"),
+    ([FIRST, {"at": 1.0, "kind": "fault", "name": "a", "injected_at": 10**400}], 2, "injected_at of fault is of"),
     ([FIRST, END, {"at": 3.0, "kind": "step", "step": 1}], 3, "the run has ended before it"),
     ([FIRST, END, END], 3, "the run has ended before it"),
     ([FIRST, FIRST, END], 2, "a second run begins here")])
@@ -462,6 +465,47 @@ def test_log_of_an_earlier_release_is_said_to_demand_nothing(tmp_path: Path, cap
         run("check", str(tmp_path))
         assert ("it does not say which rules the run had to show" in " ".join(
             capsys.readouterr().err.split())) is said
+
+
+@pytest.mark.parametrize("step", [
+    {"samples": 10**400}, {"seconds": {"total": 10**400}}, {"reward_mean": 1e308}, {"samples": 1e308},
+    {"reward_mean": float("nan")}, {"seconds": {"total": float("inf")}}])
+def test_step_with_absurd_numbers_is_no_traceback(step: dict[str, Any], tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [{"at": 1.0 + n, "kind": "step", "step": n, **step} for n in (1, 2)]
+    steps[1] |= {name: -value for name, value in step.items() if isinstance(value, float)}
+    (tmp_path / report.EVENTS).write_text("".join(json.dumps(each) + "\n" for each in (FIRST, *steps, END)))
+    assert run("check", str(tmp_path)) in (Exit.FAILED, Exit.USAGE)
+    assert "Traceback" not in capsys.readouterr().err
+    try:
+        judged = report.read(tmp_path)
+    except (ValueError, ArithmeticError):
+        return  # which ``check`` has said
+    assert render(build(judged), judged.run, judged.baseline)
+
+
+def test_check_is_not_ended_by_who_ended_the_run_and_prints_one_line_for_each_finding(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {"at": 1.5, "kind": "leftover", "what": "a\n15 rules kept\nresults  /x"}
+    (tmp_path / report.EVENTS).write_text("".join(json.dumps(each) + "\n" for each in (
+        FIRST, found, END | {"aborted": "SIGINT"})))
+    assert run("check", str(tmp_path)) == Exit.FAILED
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "I8: " in line and "a 15 rules kept results  /x" in line]
+    assert [line for line in lines if line.startswith("results")] == [f"results  {tmp_path}"]
+
+
+def test_log_without_a_record_is_said_to_have_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / report.EVENTS).touch()
+    assert run("check", str(tmp_path)) == Exit.USAGE
+    assert "has no record: the run ended before it began" in " ".join(capsys.readouterr().err.split())
+
+
+def test_process_whose_name_is_no_text_has_its_report(tmp_path: Path) -> None:
+    found = {"at": 1.5, "kind": "leftover", "what": "process 5: a\udcff"}
+    (tmp_path / report.EVENTS).write_text("".join(json.dumps(each) + "\n" for each in (FIRST, found, END)))
+    report.write(tmp_path)
+    assert "process 5: a?" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_file_of_settings_is_refused_on_a_cluster_of_its_own(runs: list[dict[str, Any]], tmp_path: Path,
