@@ -91,12 +91,12 @@ class Schedule:
         if bool(found.steps) == found.by_time or found.steps > _MOST_STEPS or found.minutes > _MOST_MINUTES:
             raise ValueError(f"a run has steps, at most {_MOST_STEPS:,}, or minutes, at most {_MOST_MINUTES:,.0f}")
         if found.by_time:
-            turns, last = [strike.second for strike in strikes], found.minutes * 60
+            triggers, last = [strike.second for strike in strikes], found.minutes * 60
             mixed = found.steps or any(strike.step for strike in strikes)
         else:
-            turns, last = [float(strike.step) for strike in strikes], float(found.steps)
+            triggers, last = [float(strike.step) for strike in strikes], float(found.steps)
             mixed = any(strike.second for strike in strikes)
-        if mixed or turns != sorted(set(turns)) or (turns and not 0 < turns[0] <= turns[-1] <= last):
+        if mixed or triggers != sorted(set(triggers)) or (triggers and not 0 < triggers[0] <= triggers[-1] <= last):
             raise ValueError("strikes are at steps of the run, or at seconds of it, each at its own, in order")
         return found
 

@@ -16,6 +16,8 @@ from elastic_rl.report.frame import LEFT, RIGHT, TOP, WIDTH, Frame, Point, nice_
 
 POINTS = 240
 _MARK = 7
+_MOST_NUMBERED = 30
+"""Faults whose marks have numbers: those of more would cover one another. Each says its own where it is pointed at."""
 _HEAD = 18
 """Height of the row of the faults' numbers."""
 
@@ -58,8 +60,10 @@ def throughput(run: Sequence[StepTime], faults: Sequence[Event], baseline: Seque
     frame.add(f'<path class="line c1" d="{path(frame, mine)}"/>', *_hits(frame, mine, "s: {:.4g} samples/s"))
     for number, fault in enumerate(faults, 1):
         x = frame.px(min(began(fault), end) - start)
-        frame.add(f'<g class="fault" data-tip="{escape(_told(number, fault))}"><circle cx="{x}" cy="{_high(number)}" '
-                  f'r="{_MARK}"/><text x="{x}" y="{_high(number) + 3.5}" text-anchor="middle">{number}</text></g>')
+        mark = (f'<circle cx="{x}" cy="{_high(number)}" r="{_MARK}"/><text x="{x}" y="{_high(number) + 3.5}" '
+                f'text-anchor="middle">{number}</text>' if len(faults) <= _MOST_NUMBERED else
+                f'<line x1="{x}" x2="{x}" y1="{TOP - 10}" y2="{TOP + 2}"/>')
+        frame.add(f'<g class="fault" data-tip="{escape(_told(number, fault))}">{mark}</g>')
     return frame.done()
 
 

@@ -155,8 +155,9 @@ def _faults(faults: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _reproduced(report: Mapping[str, Any]) -> str:
-    entries = [("run it again", f"<code>{escape(report['reproduce'])}</code>")] if report["reproduce"] else []
-    entries += [("the same schedule", "<code>elastic-rl chaos replay FOLDER</code>, the folder of this file")]
+    entries = [("the same faults again", "<code>elastic-rl chaos replay FOLDER</code>, the folder of this file")]
+    if report["reproduce"]:
+        entries += [("drawn again", f"<code>{escape(report['reproduce'])}</code>, by this release")]
     entries += [(name, escape(str(report.get(key)))) for name, key in (
         ("job", "job"), ("it ended as", "job_phase"), ("aborted", "aborted"), ("commit", "commit")) if report.get(key)]
     entries += [("versions", escape(", ".join(f"{name} {of}" for name, of in (report.get("versions") or {}).items())))]

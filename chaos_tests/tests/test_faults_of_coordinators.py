@@ -26,7 +26,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.faults import states
 from elastic_rl.faults.context import FaultContext
 from elastic_rl.faults.etcd import ForeignRecords
-from elastic_rl.faults.kinds import Killed
+from elastic_rl.faults.kinds import RecoversWithSteps
 from elastic_rl.faults.processes import Struck, Way
 from elastic_rl.faults.stale import StaleLeader
 from elastic_rl.faults.undo import Undone, UndoRegistry, undo_all
@@ -56,7 +56,7 @@ def _context(replicas: Replicas, etcd: EtcdClient, folder: Path) -> FaultContext
                     undo=UndoRegistry(folder / "undo"))
 
 
-def _back(fault: Killed) -> None:
+def _back(fault: RecoversWithSteps) -> None:
     wait_until(lambda: fault.may_go_unnoticed or fault.detected(), what=f"detection of {fault.name}")
     wait_until(fault.is_back, what=f"recovery from {fault.name}")
 

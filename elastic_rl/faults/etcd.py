@@ -15,7 +15,7 @@ from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.records import Engine, EngineState, Event
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, InjectionEnded, stopped
-from elastic_rl.faults.kinds import Killed
+from elastic_rl.faults.kinds import RecoversWithSteps
 from elastic_rl.runtime.waiting import wait_until
 
 _MEMBER = "etcd-0"
@@ -31,7 +31,7 @@ def _etcd(context: FaultContext) -> int:
     return wait_until(lambda: context.service(_MEMBER), timeout_s=INJECT_TIMEOUT_S, what="etcd")
 
 
-class EtcdPulsed(Killed):
+class EtcdPulsed(RecoversWithSteps):
     """etcd is stopped and continued again and again. With short stops it is slow, as on a disk whose fsync takes that
     long. With stops longer than a call may take, writes are carried out whose answers come too late: who wrote has to
     find out whether it did (``WriteDeduplicator``), and nothing is done twice."""
@@ -94,7 +94,7 @@ class EtcdPulsed(Killed):
         return True
 
 
-class CompactedPastWatcher(Killed):
+class CompactedPastWatcher(RecoversWithSteps):
     """etcd is restarted and compacted up to its newest revision while the leading coordinator is stopped: what its
     watches have missed is not there any more, so that it has to read everything again."""
 
@@ -132,7 +132,7 @@ class CompactedPastWatcher(Killed):
         return found is not None and found.mod_revision > self._revision
 
 
-class ForeignRecords(Killed):
+class ForeignRecords(RecoversWithSteps):
     """Records that this release has not written, as there are some during an upgrade. Of a later one: an engine in an
     unknown state with an unknown field, and an operation of an unknown kind. Of an earlier one: an event without the
     fields that came later, of a kind that is no more. And bytes that are no record at all. Nobody acts on them, and

@@ -24,21 +24,21 @@ from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
 
-class Killed(Fault):
-    """kill -9 of a part that the run needs. It has recovered from that once another process is in the place of the one
-    that was killed, and the run has since then trained steps that it could not have trained without it."""
+class RecoversWithSteps(Fault):
+    """A fault of something that the run needs. The run has recovered from it once that works again, or another process
+    in its place, and has trained steps since that it could not have trained without it."""
 
     def __init__(self, context: FaultContext) -> None:
         self.context, self.at = context, 0.0
         self._back_at = 0
-        """The step in which another process was seen in its place."""
+        """The step in which what the fault struck was seen to work again."""
         self._further = context.cfg.train.max_staleness + 2
         """Steps, of which one may have been under way, and of the others as many may be of groups that were generated
         before."""
 
     @abstractmethod
     def is_back(self) -> bool:
-        """Whether another process does what the killed one did."""
+        """Whether what the fault struck works, or another process does in its place."""
 
     def healed(self) -> bool:
         """One that comes back and dies again, as in a crash loop, has not recovered."""
@@ -54,7 +54,7 @@ class Killed(Fault):
         return True
 
 
-class EngineKilled(Killed):
+class EngineKilled(RecoversWithSteps):
     """The death of an engine's server."""
 
     def __init__(self, context: FaultContext, pool: str = ROLLOUT_POOL, state: EngineState = EngineState.READY
@@ -88,7 +88,7 @@ class EngineKilled(Killed):
         return len(self.context.ready(self.pool) - {self.victim}) >= self.desired
 
 
-class RoleKilled(Killed):
+class RoleKilled(RecoversWithSteps):
     """The death of the only member of a role: of a role's only replica, or of the driver."""
 
     def __init__(self, context: FaultContext, role: str) -> None:
@@ -111,7 +111,7 @@ class RoleKilled(Killed):
         return any(m.id != self.victim.id for m in self.context.members(self.role))
 
 
-class PoolRouterKilled(Killed):
+class PoolRouterKilled(RecoversWithSteps):
     """The death of the router of a pool. ``outages.RouterKilled`` is that of a run in which no groups wait for their
     step."""
 
@@ -133,7 +133,7 @@ class PoolRouterKilled(Killed):
         return self.context.router_pid(self.pool) not in (0, self.victim)
 
 
-class RayNodeKilled(Killed):
+class RayNodeKilled(RecoversWithSteps):
     """The death of the process without which a node of Ray ends: the GCS of the head, the raylet of the worker. Without
     the head everything on the worker goes on; replicas go on for a moment without the raylet, and so may a step."""
 
@@ -165,7 +165,7 @@ class RayNodeKilled(Killed):
         return self._pid() not in (0, self.victim)
 
 
-class QueueActorKilled(Killed):
+class QueueActorKilled(RecoversWithSteps):
     """The death of an actor of TransferQueue."""
 
     def __init__(self, context: FaultContext, actor: str) -> None:
@@ -191,7 +191,7 @@ class QueueActorKilled(Killed):
         return bool(now := self._pids()) and not now & self.before
 
 
-class TrainerRankKilled(Killed):
+class TrainerRankKilled(RecoversWithSteps):
     """The death of the last rank of a trainer group."""
 
     def __init__(self, context: FaultContext, group: TrainerGroupSpec = ACTOR, phase: Side | None = None) -> None:
@@ -241,7 +241,7 @@ class TrainerRankKilled(Killed):
         return self.context.has_event(self._back_as, self.at)
 
 
-class TrainerRankStopped(Killed):
+class TrainerRankStopped(RecoversWithSteps):
     """SIGSTOP of one rank: the process exists and does nothing, so the others hang in their collectives."""
 
     name = "trainer_rank_stopped"

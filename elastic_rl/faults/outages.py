@@ -11,12 +11,12 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults import states
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, VictimTaken, stopped
-from elastic_rl.faults.kinds import Killed
+from elastic_rl.faults.kinds import RecoversWithSteps
 from elastic_rl.host.service_files import node_service
 from elastic_rl.runtime.waiting import wait_until
 
 
-class _Outage(Killed):
+class _Outage(RecoversWithSteps):
     """What the outages have in common."""
 
     may_go_unnoticed = True

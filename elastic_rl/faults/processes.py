@@ -20,7 +20,7 @@ from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults import clock, ptrace
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, stopped, suspend
-from elastic_rl.faults.kinds import Killed
+from elastic_rl.faults.kinds import RecoversWithSteps
 from elastic_rl.faults.states import State, provoked
 from elastic_rl.faults.undo import Undo
 from elastic_rl.host import file_lock
@@ -170,7 +170,7 @@ PROCESS_KINDS: Mapping[str, ProcessKind] = {kind.name: kind for kind in (
 """The processes that can be struck, by the name of their kind."""
 
 
-class Struck(Killed):
+class Struck(RecoversWithSteps):
     """One process of a part is struck. What a user sees is what docs/operating/failures.md says of the part; after a
     pause, the process that was stopped goes on, or has ended where another one has its place.
 
@@ -310,7 +310,7 @@ class Struck(Killed):
         return len(pids) >= self._before and (not victim or victim in pids or self.kind.rejoins)
 
 
-class BusyCores(Killed):
+class BusyCores(RecoversWithSteps):
     """Other processes take the cores of this machine for a while, at normal priority. Everything is slow, and nothing
     of that is a fault (I14): no part is restarted for it, and the run goes on."""
 

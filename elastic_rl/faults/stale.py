@@ -17,7 +17,7 @@ from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.records import Leader
 from elastic_rl.etcd.transaction import KeyValue, Op
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, RuleBroken, stopped
-from elastic_rl.faults.kinds import Killed
+from elastic_rl.faults.kinds import RecoversWithSteps
 from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
@@ -28,7 +28,7 @@ class FencingBroken(RuleBroken):
     breaks = "I1"
 
 
-class StaleLeader(Killed):
+class StaleLeader(RecoversWithSteps):
     """The leading coordinator is stopped until another one leads, and goes on then, with its term in mind. Its late
     writes are refused: one under its fencing token is tried, and refused too."""
 
@@ -73,7 +73,7 @@ class StaleLeader(Killed):
         return leader is not None and leader.pid != self._pid
 
 
-class ZombieDriver(Killed):
+class ZombieDriver(RecoversWithSteps):
     """The driver is stopped, the next generation of drivers begins meanwhile, as on another host, and it goes on then:
     it is fenced off and ends, and a write under its generation is refused. It is stopped for a moment only, since its
     run kills one that stays stopped."""
@@ -115,7 +115,7 @@ class ZombieDriver(Killed):
         return len(pids) == 1 and self._victim.pid not in pids and not runs(self._victim)
 
 
-class RacingRequests(Killed):
+class RacingRequests(RecoversWithSteps):
     """Several clients of the admin API change the size of one pool at the same time, again and again. Each request is
     carried out as a whole, or refused; the pool gets the size of the last one. It has happened where both sizes were
     accepted."""

@@ -16,7 +16,7 @@ from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.records import DcsNode, EngineState
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, VictimTaken
-from elastic_rl.faults.kinds import Killed
+from elastic_rl.faults.kinds import RecoversWithSteps
 from elastic_rl.faults.undo import Undo
 from elastic_rl.host.service_files import node_service
 from elastic_rl.runtime.waiting import wait_until
@@ -33,7 +33,7 @@ def _records(context: FaultContext) -> list[DcsNode]:
     return [record for record, _ in readable(context.etcd.range(context.keys.dcs_nodes_prefix())[0], DcsNode)]
 
 
-class DiskRefusesWrites(Killed):
+class DiskRefusesWrites(RecoversWithSteps):
     """No file of the DCS node may grow for a while (``RLIMIT_FSIZE``), so that each write to its disk fails, with EFBIG
     in the place of ENOSPC: this needs no file system of its own. Versions are published and pulled from memory as
     before; the node says how many chunks are not on its disk, and saves them later."""
@@ -73,7 +73,7 @@ class DiskRefusesWrites(Killed):
         return any(record.unsaved <= self._unsaved // 2 for record in _records(self.context))
 
 
-class ChunksDamaged(Killed):
+class ChunksDamaged(RecoversWithSteps):
     """The disk of the DCS node has damaged files, by one bit or by a torn end, and the node and an engine are killed,
     so that the newest policy version is read from disk. The new engine never gets those bytes: the node finds that they
     are not those of their digest, and another copy is used, or the version is published again. What nobody makes again
