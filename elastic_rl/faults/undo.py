@@ -31,7 +31,8 @@ from elastic_rl.faults import clock
 from elastic_rl.runtime.files import sync_folder
 
 FILE = "undo.jsonl"
-_MOST_BYTES = 64 << 20
+_MOST_BYTES = 1 << 20
+"""Most bytes of a line."""
 _MOST_PID = 1 << 31
 
 
@@ -107,9 +108,9 @@ class UndoRegistry:
         writer that was killed before it did anything. Raises OSError for a file that others may write, or could have
         put there: it would have this user signal the processes that they choose."""
         entries = dict[str, dict[str, Any]]()
-        for line in self._read().split(b"\n"):
+        for line in self._lines():
             try:
-                read = json.loads(line) if line else {}
+                read = json.loads(line) if line.strip() else {}
             except (ValueError, RecursionError):
                 continue
             if not isinstance(read, dict):
@@ -120,19 +121,18 @@ class UndoRegistry:
                 entries[read["id"]] = read
         return [*entries.values()]
 
-    def _read(self) -> bytes:
+    def _lines(self) -> Iterator[bytes]:
+        """A long run notes a lot, of which little is pending. A line that is too long is read as several."""
         path = self.folder / FILE
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
-            return b""
+            return
         with open(descriptor, "rb") as file:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
                 raise PermissionError(errno.EPERM, "it is not a file that this user alone may write", str(path))
-            if found.st_size > _MOST_BYTES:
-                raise OSError(errno.EFBIG, f"it is larger than {_MOST_BYTES >> 20} MiB", str(path))
-            return file.read(_MOST_BYTES)
+            yield from iter(lambda: file.readline(_MOST_BYTES), b"")
 
     def _append(self, entry: dict[str, Any]) -> None:
         """Writes an entry in one call, which other writers cannot tear, and returns once the disk has it. It begins a
