@@ -44,6 +44,7 @@ from elastic_rl.coordinator.alerts.state_machine import Phase
 from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable
 from elastic_rl.etcd import events
 from elastic_rl.etcd.keys import ROOT
+from elastic_rl.etcd.records import Event
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.injector import FaultInjector
 from elastic_rl.faults.undo import UndoRegistry, undo_all
@@ -63,8 +64,6 @@ _MOST_BYTES = 16 << 20
 """Largest file of a schedule that is read: somebody may have sent it."""
 _POLL_S = 1.0
 _SAMPLE_S = 10.0
-_EVENTS_READ = 500
-"""Newest events that are read at once: far more than happen between two readings."""
 _ALERTS_END_S = 60.0
 """Time for the alerts of faults that are over to end too: each has a hold of its own."""
 _END_S = 30.0
@@ -565,11 +564,14 @@ class _Events:
 
     def poll(self) -> None:
         for keys in (self._target.keys, self._target.cluster_keys):
-            for event in events.recent(self._target.reader, keys, _EVENTS_READ):
-                if event.id not in self._seen and event.at >= self._since:
+            for event in events.back_to(self._target.reader, keys, self._is_known):
+                if not self._is_known(event):
                     self._seen.add(event.id)
                     self._log.write(Kind.EVENT, at=event.at, seen_at=time.time(), id=event.id, name=event.kind,
                                     subject=event.subject, severity=event.severity.value, message=event.message)
+
+    def _is_known(self, event: Event) -> bool:
+        return event.id in self._seen or event.at < self._since
 
 
 class _Poller:

@@ -125,7 +125,8 @@ class SimClient(EtcdClient):
               ) -> tuple[list[KeyValue], int]:
         self.reach()
         self.read_last = prefix
-        return sorted(self.model.range(prefix), key=lambda kv: kv.key)[:limit or None], self.model.revision
+        found = sorted(self.model.range(prefix), key=lambda kv: -kv.create_revision if newest_first else kv.key)
+        return found[:limit or None], self.model.revision
 
     def page(self, prefix: str, *, limit: int, after: str = "", before: str = "", newest_first: bool = False,
              revision: int = 0) -> Page:

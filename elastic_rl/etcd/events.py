@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 from elastic_rl.etcd import event_kinds
@@ -51,3 +52,15 @@ def recent(etcd: EtcdClient, keys: LeaderKeys, limit: int = 100) -> list[Event]:
     """Those of the last ``limit`` events that can be read, the newest last. Raises EtcdUnavailable."""
     kvs, _ = etcd.range(keys.events_prefix(), limit=limit, newest_first=True)
     return [event for event, _ in readable(reversed(kvs), Event)]
+
+
+def back_to(etcd: EtcdClient, keys: LeaderKeys, known: Callable[[Event], bool], *, limit: int = 200,
+            most: int = 20_000) -> list[Event]:
+    """The newest events, the newest last: as many as it takes until the oldest of them is known, but ``most`` at most.
+    ``limit``: how many are read first; a rack that fails gives hundreds at once. Raises EtcdUnavailable."""
+    while True:
+        kvs, _ = etcd.range(keys.events_prefix(), limit=limit, newest_first=True)
+        found = [event for event, _ in readable(reversed(kvs), Event)]
+        if len(kvs) < limit or limit >= most or (found and known(found[0])):
+            return found
+        limit = min(most, 4 * limit)

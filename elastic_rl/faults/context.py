@@ -310,8 +310,9 @@ class FaultContext:
         return any(e.kind == kind.name and subject in (e.subject, "") for e in self.events_since(since))
 
     def events_since(self, since: float) -> Iterator[Event]:
-        """The newest events since a unix second. One that is later than now is of a writer whose clock was ahead."""
-        return (e for e in events.recent(self.etcd, self.keys, limit=200) if since <= e.at <= time.time() + _AHEAD_S)
+        """The events since a unix second. One that is later than now is of a writer whose clock was ahead."""
+        found = events.back_to(self.etcd, self.keys, lambda event: event.at < since)
+        return (e for e in found if since <= e.at <= time.time() + _AHEAD_S)
 
     def processes(self) -> list[psutil.Process]:
         """The processes of the compute plane, whichever driver has started them."""
