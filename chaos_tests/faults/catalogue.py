@@ -293,7 +293,7 @@ _OTHERS: Mapping[str, Entry] = {
     # -- storage and etcd
     "dcs_disk_refuses_writes": Entry(lambda c: DiskRefusesWrites(c, _DISK_S), Part.DCS,
                                      f"no file of the DCS node may grow for {_DISK_S:g} s", 0.5,
-                                     needs=frozenset({Need.DISK})),
+                                     needs=frozenset({Need.DISK}), takes_replica=False),
     "chunk_bits_flipped": Entry(lambda c: ChunksDamaged(c, torn=False), Part.DCS,
                                 "a bit of each chunk on disk flips while the node is down; an engine reads them", 0.5,
                                 needs=frozenset({Need.DISK}), also=frozenset({Part.ENGINES})),

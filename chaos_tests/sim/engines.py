@@ -156,7 +156,7 @@ class SimDriver:
     """A driver, and the supervisor of the run beside it."""
 
     def __init__(self, world: EngineWorld, name: str, assignment: int) -> None:
-        self.world, self.name, self.ended = world, name, False
+        self.world, self.name, self.ended, self._in_pass = world, name, False, False
         self.etcd = SimClient(world.model, lambda: world.now, world.interference)
         ctx = RunContext(config=CONFIG, etcd_endpoints=["e:1"], job=JOB, epoch=0, assignment=assignment,
                          model_dir="", host="h")
@@ -180,9 +180,10 @@ class SimDriver:
                 raise Violation("I1", f"a driver of epoch {epoch} adopts {engine.name} of epoch {engine.ctx.epoch}")
 
     def step(self) -> None:
-        """A pass."""
-        if self.ended:
+        """A pass; none where it was stopped in the middle of one, which then goes on."""
+        if self.ended or self._in_pass:
             return
+        self._in_pass = True
         try:
             self._step()
         except Fenced:
@@ -190,6 +191,8 @@ class SimDriver:
             self.ended = True
         except Conflict:
             self.world.counts["conflict"] += 1
+        finally:
+            self._in_pass = False
 
     def _step(self) -> None:
         self.run_writer.write(Op.put(CLUSTER_KEYS.run_status(JOB), RunStatus(
