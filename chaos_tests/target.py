@@ -143,7 +143,8 @@ def own_config(folder: Path, settings: Mapping[str, Any], more: Sequence[str] = 
     named = config.given(None, more)
     for name, why in _OF_THE_RUN.items():
         section, _, key = name.rpartition(".")
-        if key in (named.get(section) or {} if section else named):
+        within = named.get(section) if section else named
+        if isinstance(within, Mapping) and key in within:
             raise ConfigError(f"a run on a cluster of its own takes no --{name}: {why}", hint="leave it out")
     return config.load(None, [
         "--train.stop_eval_accuracy=null",

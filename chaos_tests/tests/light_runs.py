@@ -15,6 +15,9 @@ from chaos_tests.event_log import Kind, read
 from chaos_tests.scenarios import Scenario
 from chaos_tests.traffic.workloads import WORKLOADS
 
+OF_RUNS_WITHOUT_FAULTS = frozenset({Kind.PROCESS, Kind.STORE})
+"""Kinds of records that runs with faults have none of."""
+
 
 def records(folder: Path, kind: Kind) -> list[dict[str, Any]]:
     return [dict(event) for event in read(folder / "events.jsonl") if event["kind"] == kind]

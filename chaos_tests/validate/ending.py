@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Sequence
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate.attribution import began, ended
@@ -96,10 +95,10 @@ class Answered(_UntilTheEnd):
         super().__init__()
         self._faults, self._operations = list[Event](), list[tuple[float, str, bool]]()
         self._of, self._answered = Counter[str](), Counter[str]()
-        self._heard = defaultdict[str, list[float]](list)
-        """When each client had its answers, after its first try."""
-        self._tried = dict[str, float]()
-        """When each client tried last."""
+        self._silences = list[tuple[str, float, float]]()
+        """(client, from, to) of each time from a try that was not answered to the next answer, or to the last try."""
+        self._waits_since, self._tried = dict[str, float](), dict[str, float]()
+        """When each client that waits for an answer tried first, and when each one tried last."""
 
     def see(self, event: Event) -> None:
         if event["kind"] == Kind.FAULT:
@@ -108,14 +107,18 @@ class Answered(_UntilTheEnd):
             at, client, answered = float(event["at"]), str(event.get("client")), event.get("ended_s") is not None
             self._operations.append((at, f"{event.get('call')} of {event.get('model')}", answered))
             self._tried[client] = at
-            if answered or client not in self._heard:
-                self._heard[client].append(at)
+            if not answered:
+                self._waits_since.setdefault(client, at)
+            elif client in self._waits_since:
+                self._silent(client, at)
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
         away = sorted((began(fault) - 1.0, ended(fault)) for fault in self._faults
                       if fault.get("injected_at") is not None)
-        for client, since, until in self._silences():
+        for client in [*self._waits_since]:
+            self._silent(client, self._tried[client])
+        for client, since, until in self._silences:
             if (silent := _beside(away, since, until)) > _SILENT_S:
                 self.violated(f"{client} got no answer for {until - since:.0f} s, in {silent:.0f} s of which no fault "
                               "was under way")
@@ -128,11 +131,10 @@ class Answered(_UntilTheEnd):
                 self.violated(f"{count - self._answered[what]} of {count} operations ({what}) got no answer, while no "
                               "fault was under way")
 
-    def _silences(self) -> Iterator[tuple[str, float, float]]:
-        """(client, from, to) of each time between two answers, and from the last one to the last try."""
-        for client, heard in self._heard.items():
-            for since, until in pairwise([*heard, self._tried[client]]):
-                yield client, since, until
+    def _silent(self, client: str, until: float) -> None:
+        since = self._waits_since.pop(client)
+        if until - since > _SILENT_S:
+            self._silences.append((client, since, until))
 
     def evidence(self) -> str:
         if self._of.total() < _FEWEST:

@@ -216,6 +216,8 @@ class SaidWhatItWaitsFor(FaultChecker):
         super().__init__()
         self._gaps, self._last = list[tuple[float, float]](), 0.0
         self._said, self._patience = list[tuple[float, float]](), Patience()
+        self._unseen_since: float | None = None
+        """The last step before a gap, until what is seen after it."""
         """Stretches in which the status said it; a gap of the observer is one, as it may have said it there."""
 
     def begin(self, run: Event) -> None:
@@ -233,9 +235,13 @@ class SaidWhatItWaitsFor(FaultChecker):
             self.violated(f"the crash-loop rule has ended the run: {event['message']}", event)
 
     def gap(self, first: int, last: int) -> None:
-        self._words(self._last)
+        """The job may have said it at any time until what is seen next."""
+        self._unseen_since = self._last if self._unseen_since is None else self._unseen_since
 
     def transaction(self, found: Transaction) -> None:
+        if self._unseen_since is not None:
+            self._said.append((self._unseen_since, found.at))
+            self._unseen_since = None
         if any(step.name == _STATUS and is_job(step) and step.new.get("waiting_for") for step in found.steps):
             self._words(found.at)
 
@@ -247,6 +253,8 @@ class SaidWhatItWaitsFor(FaultChecker):
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
+        if self._unseen_since is not None:
+            self._said.append((self._unseen_since, math.inf))
         for begin, until in self._gaps:
             during = [fault for fault in self.happened if began(fault) < until and float(
                 fault.get("healed_at") or math.inf) > begin]

@@ -428,7 +428,7 @@ def _attached(ctx: typer.Context, file: Path | None, schedule_of: Callable[[Targ
     from chaos_tests.faults.catalogue import met
     from chaos_tests.target import running_cluster
     with running_cluster(find_cluster(ctx, file)) as target:
-        schedule = schedule_of(target, radius)
+        schedule = replace(schedule_of(target, radius), baseline=None)
         replicas = blast_radius.replicas_of(target.context())
         if replicas[blast_radius.Part.HOSTS] > 1:  # a pid of a record may be another process's here
             raise ConfigError("a job that runs can be struck on a cluster of one host only, and this one has "

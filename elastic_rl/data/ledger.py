@@ -221,6 +221,11 @@ class GroupLedger:
         if stale:
             self._stale.add(ordinal)
 
+    def forget_drops(self) -> None:
+        """Groups that were dropped since the last update are to be generated again."""
+        self._dropped = {}
+        self._find_free()
+
     def rebase(self, consumed: IntervalSet) -> list[int]:
         """The trainer is at another committed state, with these groups. What is in progress goes on but for them.
         Returns those that were in progress."""

@@ -19,7 +19,15 @@ from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults import clock, ptrace
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, stopped, suspend
+from elastic_rl.faults.context import (
+    INJECT_TIMEOUT_S,
+    FaultContext,
+    ForeignProcess,
+    VictimTaken,
+    command,
+    stopped,
+    suspend,
+)
 from elastic_rl.faults.kinds import RecoversWithSteps
 from elastic_rl.faults.states import State, provoked
 from elastic_rl.faults.undo import Undo
@@ -208,6 +216,11 @@ class Struck(RecoversWithSteps):
         self.context.require_own(victim)
         if self.way is Way.KILLED:
             return self.context.kill(pid)
+        if self.way is Way.EXITED:
+            ptrace.exit_process(pid, striking=self.context.striking(
+                f"pid {pid} was made to exit", lambda: self.context.take(victim)))
+            wait_until(lambda: not runs(victim), timeout_s=INJECT_TIMEOUT_S, what=f"the end of pid {pid}", poll_s=0.01)
+            return f"pid {pid} exited with code 0 in the middle of its work"
         if self.way.ends:
             self.context.take(victim)
         if self.way is Way.PAUSED:
@@ -219,10 +232,6 @@ class Struck(RecoversWithSteps):
             return self._set_clock(pid, -_CLOCK_S if self.way is Way.CLOCK_SET_BACK else _CLOCK_S)
         if self.way is Way.GIL_HELD:
             return ptrace.hold_gil(pid, self.seconds, find_s=_FIND_GIL_S, wait=self._hold, pause=self._pause)
-        if self.way is Way.EXITED:
-            ptrace.exit_process(pid, striking=self.context.striking(f"pid {pid} was made to exit"))
-            wait_until(lambda: not runs(victim), timeout_s=INJECT_TIMEOUT_S, what=f"the end of pid {pid}", poll_s=0.01)
-            return f"pid {pid} exited with code 0 in the middle of its work"
         with self.context.striking(f"pid {pid} was sent SIGTERM"):
             os.kill(pid, signal.SIGTERM)
         wait_until(lambda: not runs(victim), timeout_s=_END_S, what=f"the end of pid {pid}", poll_s=0.02)
@@ -280,7 +289,7 @@ class Struck(RecoversWithSteps):
         pid = next((pid for pid in found if _alive(pid) and state.seen(self.context, pid)), 0)
         if not pid:
             return 0
-        with contextlib.suppress(psutil.NoSuchProcess):
+        try:
             held = [psutil.Process(one) for one in state.holds(pid)]
             for process in held:
                 self.context.require_own(process)
@@ -292,6 +301,10 @@ class Struck(RecoversWithSteps):
                 return pid
             for process in held:  # it had passed meanwhile
                 process.resume()
+        except ForeignProcess:
+            raise
+        except (psutil.NoSuchProcess, VictimTaken):
+            pass  # it has ended meanwhile
         return 0
 
     def detected(self) -> bool:

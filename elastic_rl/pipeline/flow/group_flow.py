@@ -176,13 +176,17 @@ class GroupFlow:
         self._step, self._version, self._branch, self._begun = step, version, branch, True
         if self.limits.beside_steps:
             self.choose_again()  # if the step in progress was not made, its groups are next
+            self._ledger.forget_drops()  # lower groups may be due now, and take their places
             gone = self._ledger.rebase(consumed)
         else:
             gone = self._ledger.in_progress
             self._ledger = GroupLedger(consumed)
         self._forget_refusals(consumed)
-        for ordinal in self._given_up - set(self._ledger.dropped.get(TRAINER_REFUSED, ())):
-            self._ledger.give_up(ordinal, TRAINER_REFUSED)
+        given_up, self._given_up = sorted(self._given_up), set()
+        for ordinal in given_up:  # each makes room for one more
+            if not self._is_surplus(ordinal):
+                self._ledger.give_up(ordinal, TRAINER_REFUSED)
+                self._given_up.add(ordinal)
         surplus = [o for state in (QUEUED, GENERATED) for o in self._ledger.in_state(state) if self._is_surplus(o)]
         self._release(surplus)
         return gone + surplus

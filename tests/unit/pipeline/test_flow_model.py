@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -217,6 +218,45 @@ def test_run_leaves_no_group_out_where_the_step_that_dropped_it_was_undone(finis
     for ordinals in ((0, 3), (1, 2)):
         assert (step := _step(flow)) is not None and step.ordinals == ordinals
         flow.trained(step.consumption, 3)
+
+
+@pytest.mark.parametrize(("steps", "size", "staleness"), [(3, 1, 3), (3, 2, 3), (5, 2, 1)])
+def test_run_consumes_its_lowest_groups_whatever_is_dropped_refused_and_undone(
+        steps: int, size: int, staleness: int) -> None:
+    for seed in range(400):
+        consumed = _random_run(Random(seed), steps, size, staleness)
+        assert not consumed.complement(consumed.stop), f"seed {seed}: a group was left out"
+
+
+def _random_run(choose: Random, steps: int, size: int, staleness: int) -> IntervalSet:
+    """The groups that a run has consumed whose updates are undone now and then."""
+    flow = _flow(steps=steps, groups_per_step=size, max_staleness=staleness, drop_limit=DropLimit(1.0, 99))
+    states, version, leased, generated = [IntervalSet()], 1, list[int](), list[int]()
+    undone, refused = 3, choose.randint(0, 4)
+    while len(states) <= steps:
+        match choose.choice(["lease", "finish", "finish", "arrive", "arrive", "undo", "refuse", "train"]):
+            case "lease" if (grant := flow.lease()) is not None:
+                leased += grant.ordinals
+            case "finish" if leased:
+                ordinal = leased.pop(choose.randrange(len(leased)))
+                if flow.finished(ordinal, (version,), choose.choice(["", "uniform"])):
+                    generated.append(ordinal)
+            case "arrive" if generated:
+                flow.arrived(generated.pop(choose.randrange(len(generated))))
+            case "undo" if undone and len(states) > 1:
+                undone, version = undone - 1, version + 1
+                del states[choose.randrange(1, len(states)):]
+                flow.resume(len(states) - 1, version, states[-1], Branch())
+            case "refuse" if refused:
+                refused -= 1
+                flow.refused([version])
+            case "train":
+                flow.take_stale()
+                if (part := flow.choose()) is not None and part.step is not None:
+                    version += 1
+                    states.append(states[-1] | part.step.consumption.groups)
+                    flow.trained(part.step.consumption, version)
+    return states[-1]
 
 
 def test_group_that_the_trainer_has_consumed_meanwhile_is_ignored_when_it_finishes() -> None:
