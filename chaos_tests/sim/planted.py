@@ -425,7 +425,7 @@ PLANTED: tuple[Planted, ...] = (
             "an actor that resumes sends groups again and again that were trained on, which the trainer refuses",
             _consumed_groups_stay_in_the_flow, 1),
     Planted("groups-dropped-during-a-step-are-forgotten", "async", "I5",
-            "groups that were dropped during a step are on no record", _groups_dropped_during_a_step_are_forgotten, 1),
+            "groups that were dropped during a step are on no record", _groups_dropped_during_a_step_are_forgotten, 34),
     Planted("groups-of-abandoned-weights-are-as-new-as-their-number", "async", "I5",
             "samples of abandoned weights are trained on", _groups_of_abandoned_weights_are_as_new_as_their_number, 1),
     Planted("self-fence-too-late", "cluster", "I1",

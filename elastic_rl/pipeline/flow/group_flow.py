@@ -162,7 +162,8 @@ class GroupFlow:
         self._refusals: dict[int, int] = {}
         """How often the trainer has refused groups that are not consumed."""
         self._given_up: set[int] = set()
-        """Groups that are dropped since the trainer refused them, until an update records it."""
+        """Groups that the trainer has refused too often, until an update records it: as far as steps are left for them
+        they are dropped."""
         self._limit = self.limits.drop_limit.copy()
         self._judged: tuple[StalenessRule | None, dict[tuple[int, ...], bool]] = None, {}
         """The rule of the next step, and what it says of the versions of groups: thousands are queued, which have a few
@@ -182,11 +183,7 @@ class GroupFlow:
             gone = self._ledger.in_progress
             self._ledger = GroupLedger(consumed)
         self._forget_refusals(consumed)
-        given_up, self._given_up = sorted(self._given_up), set()
-        for ordinal in given_up:  # each makes room for one more
-            if not self._is_surplus(ordinal):
-                self._ledger.give_up(ordinal, TRAINER_REFUSED)
-                self._given_up.add(ordinal)
+        self._give_up_again()
         surplus = [o for state in (QUEUED, GENERATED) for o in self._ledger.in_state(state) if self._is_surplus(o)]
         self._release(surplus)
         return gone + surplus
@@ -199,6 +196,13 @@ class GroupFlow:
             map(len, self._ledger.dropped.values()))
         missing = [*consumed.complement(consumed.stop)]
         return ordinal >= (missing[due] if due < len(missing) else consumed.stop + due - len(missing))
+
+    def _give_up_again(self) -> None:
+        """Drops the groups that were given up, but for those that no step is left for: each drop makes room for one
+        more."""
+        for ordinal in sorted(self._given_up.difference(self._ledger.dropped.get(TRAINER_REFUSED, ()))):
+            if not self._is_surplus(ordinal):
+                self._ledger.give_up(ordinal, TRAINER_REFUSED)
 
     def _forget_refusals(self, consumed: IntervalSet) -> None:
         self._refusals = {o: times for o, times in self._refusals.items() if o not in consumed}
@@ -224,6 +228,7 @@ class GroupFlow:
         is known."""
         if not self._begun:
             return None
+        self._give_up_again()
         size, ahead = self.limits.groups_per_step, self._ledger.count(*GroupState)
         room = min(self.limits.steps_ahead + 1, self.limits.steps - self._step) * size - ahead
         if self.limits.max_in_flight is not None:
