@@ -96,7 +96,7 @@ class EventLog:
         self.written = Counter[str]()
         """Records by kind, without the first and the last one of a run."""
         self.error: OSError | None = None
-        """Why a record could not be written first."""
+        """The first error of a write."""
         self._file = open(path, "ab", buffering=0, opener=_private)  # noqa: SIM115 -- it has ``close``
 
     def write(self, kind: Kind, **fields: Any) -> None:
@@ -196,7 +196,7 @@ def read(path: Path) -> Iterator[Event]:
     """The records of a log, in the order of the file. A last line without its end is that of a process that was killed
     while it wrote it, and is left out. Raises ValueError, which says where, for a file that is no log of this form, and
     OSError."""
-    ended, number = False, 0
+    ended = False
     with open(path, "rb", opener=_without_waiting) as lines:
         for number in itertools.count(1):
             line = lines.readline(_MOST_BYTES)

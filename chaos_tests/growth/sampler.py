@@ -152,7 +152,7 @@ def _files(folder: Path) -> dict[Path, int]:
 
 
 def _bytes_of(files: Mapping[Path, int], *of: Path) -> int:
-    """Of these files, and of those in these folders."""
+    """Bytes of these files, and of the files in these folders."""
     return sum(nbytes for path, nbytes in files.items() if not {path, *path.parents}.isdisjoint(of))
 
 

@@ -34,7 +34,9 @@ class Model(Protocol[S]):
 
     def step(self, state: S, operation: Operation) -> S | None:
         """The state after an operation, or None if the operation cannot have had its result in this state. The result
-        of an unknown operation (``ended_s`` None) says nothing: what is asked is the state if it has happened."""
+        of an unknown operation (``ended_s`` None) says nothing: what is asked is the state if it has happened. An
+        operation that changes nothing in a state in which it can come is needed in no later one: it is a reading, or
+        its result names what it has changed."""
         ...
 
 

@@ -549,27 +549,22 @@ def _show(outcome: Outcome, output: Format, arguments: Sequence[str] = (), *, ag
         tables.write_json({**asdict(outcome), "folder": str(outcome.folder), "failed": outcome.failed, "again": again})
     else:
         for line in outcome.wrong[:_PROBLEMS_SHOWN]:
-            say(f"VIOLATION  {_one_line(line)}")
+            say(f"VIOLATION  {tables.one_line(line)}")
         if len(outcome.wrong) > _PROBLEMS_SHOWN:
             say(f"and {len(outcome.wrong) - _PROBLEMS_SHOWN} more")
         if outcome.aborted:
-            say(f"aborted: {_one_line(outcome.aborted)}")
+            say(f"aborted: {tables.one_line(outcome.aborted)}")
         elif outcome.wrong:
             say(f"{len(outcome.wrong)} violations")
         say(f"{len(outcome.kept)} rules kept"
             + (f", {len(outcome.unseen)} unseen: {', '.join(outcome.unseen)}" if outcome.unseen else ""))
         say(f"results  {outcome.folder}")
-        say(f"again    {_one_line(again)}")
+        say(f"again    {tables.one_line(again)}")
     if outcome.failed:
         raise typer.Exit(Exit.INTERRUPTED if interrupted and by_operator(outcome.aborted) else Exit.FAILED)
-
-
-def _one_line(text: str) -> str:
-    """What others have written forges no line of this command."""
-    return " ".join(text.splitlines())
 
 
 def _progress(line: str) -> None:
     """Nobody may be there to read it: the run goes on, and takes down what it has brought up."""
     with suppress(OSError):
-        say(_one_line(line), to_err=True)
+        say(tables.one_line(line), to_err=True)

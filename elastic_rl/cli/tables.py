@@ -146,6 +146,11 @@ def cell(value: Any, column: str) -> str:
         text = ", ".join(str(v) for v in value)
     else:
         text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+    return one_line(text)
+
+
+def one_line(text: str) -> str:
+    """Text that others have written, which then forges neither a line nor a control sequence of the terminal."""
     return " ".join(printable(text).splitlines())
 
 

@@ -50,8 +50,7 @@ def emit(etcd: EtcdClient, keys: LeaderKeys, kind: EventKind, subject: str, mess
 
 def recent(etcd: EtcdClient, keys: LeaderKeys, limit: int = 100) -> list[Event]:
     """Those of the last ``limit`` events that can be read, the newest last. Raises EtcdUnavailable."""
-    kvs, _ = etcd.range(keys.events_prefix(), limit=limit, newest_first=True)
-    return [event for event, _ in readable(reversed(kvs), Event)]
+    return _newest(etcd, keys, limit)[0]
 
 
 def back_to(etcd: EtcdClient, keys: LeaderKeys, known: Callable[[Event], bool], *, limit: int = 200,
@@ -59,8 +58,13 @@ def back_to(etcd: EtcdClient, keys: LeaderKeys, known: Callable[[Event], bool], 
     """The newest events, the newest last: as many as it takes until the oldest of them is known, but ``most`` at most.
     ``limit``: how many are read first; a rack that fails gives hundreds at once. Raises EtcdUnavailable."""
     while True:
-        kvs, _ = etcd.range(keys.events_prefix(), limit=limit, newest_first=True)
-        found = [event for event, _ in readable(reversed(kvs), Event)]
-        if len(kvs) < limit or limit >= most or (found and known(found[0])):
+        found, count = _newest(etcd, keys, limit)
+        if count < limit or limit >= most or (found and known(found[0])):
             return found
         limit = min(most, 4 * limit)
+
+
+def _newest(etcd: EtcdClient, keys: LeaderKeys, limit: int) -> tuple[list[Event], int]:
+    """Those of the newest events that can be read, the newest last, and how many there were."""
+    kvs, _ = etcd.range(keys.events_prefix(), limit=limit, newest_first=True)
+    return [event for event, _ in readable(reversed(kvs), Event)], len(kvs)

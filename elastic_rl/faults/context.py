@@ -205,7 +205,7 @@ class FaultContext:
                 or environment.get(processes.OWNER_ENV) == str(ClusterPaths.of(self.cfg).folder))
 
     def require_own(self, process: psutil.Process) -> None:
-        """To be called before a process is struck whose number somebody has written down. Raises ForeignProcess for one
+        """Requires that a process whose number somebody has written down may be struck. Raises ForeignProcess for one
         that is none of the job or its cluster, and VictimTaken for one that has ended."""
         with contextlib.suppress(psutil.Error):
             if self.owns(process):

@@ -122,7 +122,8 @@ class UndoRegistry:
         return [*entries.values()]
 
     def _lines(self) -> Iterator[bytes]:
-        """A long run notes a lot, of which little is pending. A line that is too long is read as several."""
+        """The lines of the file, one after the other: a long run notes a lot, of which little is pending. A line that
+        is too long is read as several."""
         path = self.folder / FILE
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -34,7 +34,8 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_for_build(path: Path) -> list[Record]:
-    """The same with what ``build`` reads of a step alone: its prompt groups and metrics are most of its record."""
+    """Records of a steps.jsonl, as ``read_records`` gives them, of a step with what ``build`` reads of it alone: prompt
+    groups and metrics are most of such a record."""
     return [{name: record[name] for name in _OF_STEP if name in record} if record["kind"] == "step" else record
             for record in _records(path)]
 

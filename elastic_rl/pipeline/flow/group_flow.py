@@ -184,24 +184,26 @@ class GroupFlow:
             self._ledger = GroupLedger(consumed)
         self._forget_refusals(consumed)
         self._give_up_again()
-        surplus = [o for state in (QUEUED, GENERATED) for o in self._ledger.in_state(state) if self._is_surplus(o)]
+        end = self._end
+        surplus = [o for state in (QUEUED, GENERATED) for o in self._ledger.in_state(state) if o >= end]
         self._release(surplus)
         return gone + surplus
 
-    def _is_surplus(self, ordinal: int) -> bool:
-        """Whether no step is left for a group. A run consumes its lowest groups and leaves none out, and lower ones may
-        be due again after this one was begun: those that an update had dropped which was undone."""
+    @property
+    def _end(self) -> int:
+        """No step is left for this group and those above it. A run consumes its lowest groups and leaves none out, and
+        lower ones may be due again after a higher one was begun: those that an update had dropped which was undone."""
         consumed = self._ledger.consumed
         due = (self.limits.steps - self._step) * self.limits.groups_per_step + sum(
             map(len, self._ledger.dropped.values()))
-        missing = [*consumed.complement(consumed.stop)]
-        return ordinal >= (missing[due] if due < len(missing) else consumed.stop + due - len(missing))
+        missing = consumed.stop - len(consumed)
+        return consumed.first_missing(due + 1)[-1] if due < missing else consumed.stop + due - missing
 
     def _give_up_again(self) -> None:
         """Drops the groups that were given up, but for those that no step is left for: each drop makes room for one
         more."""
         for ordinal in sorted(self._given_up.difference(self._ledger.dropped.get(TRAINER_REFUSED, ()))):
-            if not self._is_surplus(ordinal):
+            if ordinal < self._end:
                 self._ledger.give_up(ordinal, TRAINER_REFUSED)
 
     def _forget_refusals(self, consumed: IntervalSet) -> None:
@@ -262,7 +264,7 @@ class GroupFlow:
         ``arrived`` says so. A group that nobody waits for any more is not kept."""
         if self._ledger.state(ordinal) is not LEASED:
             return False
-        if self._is_surplus(ordinal):
+        if ordinal >= self._end:
             self._ledger.release(ordinal)
             return False
         self._ledger.generated(ordinal, versions)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from support.fault_gate import end_waits
 
 from elastic_rl import config
 from elastic_rl.errors import EtcdUnavailable
@@ -63,15 +63,6 @@ class Context(HostsContext):
         if self.away:
             raise EtcdUnavailable("no member answers")
         return self.lacks
-
-
-def end_waits(context: HostsContext) -> bool:
-    """Whether an abort, which comes from another thread, has to wait for a strike that is under way."""
-    with ThreadPoolExecutor(1) as other:
-        free = other.submit(context._gate.acquire, blocking=False).result()
-        if free:
-            other.submit(context._gate.release).result()
-    return not free
 
 
 class Done:

@@ -7,7 +7,6 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from typing import Any, cast
 
 import psutil
 import pytest
+from support.fault_gate import end_waits
 from support.waiting import wait_until
 
 from elastic_rl import config
@@ -158,18 +158,9 @@ def test_clients_that_race_put_the_size_of_the_pool_back_which_is_noted_before(t
     assert context.undo.pending() == []
 
 
-def _end_waits(context: FaultContext) -> bool:
-    """Whether an abort, which comes from another thread, has to wait for a strike that is under way."""
-    with ThreadPoolExecutor(1) as other:
-        free = other.submit(context._gate.acquire, blocking=False).result()
-        if free:
-            other.submit(context._gate.release).result()
-    return not free
-
-
 def test_first_request_of_clients_that_race_is_over_when_the_injection_has_ended(tmp_path: Path) -> None:
     waits = list[bool]()
-    context = Context(tmp_path, SimpleNamespace(patch=lambda path, body: waits.append(_end_waits(context))))
+    context = Context(tmp_path, SimpleNamespace(patch=lambda path, body: waits.append(end_waits(context))))
     RacingRequests(context, clients=1, rounds=3).inject()
     assert waits == [True, False, False, False], "the first one is the strike"
 
@@ -179,7 +170,7 @@ def test_term_of_a_second_actor_is_begun_before_the_injection_has_ended_or_never
     waits = list[bool]()
 
     def begin_term(*_: Any) -> int:
-        waits.append(_end_waits(context))
+        waits.append(end_waits(context))
         raise Fenced("the epoch is over")
 
     monkeypatch.setattr(outages, "fencing", SimpleNamespace(current_epoch=lambda *_: 1, begin_term=begin_term))
@@ -216,7 +207,7 @@ class Hosts(HostsContext):
                          undo=UndoRegistry(folder / "undo"))
 
     def revision(self) -> int:
-        self.waits.append(_end_waits(self))
+        self.waits.append(end_waits(self))
         raise EtcdUnavailable("no member answers")
 
     def candidates(self, victim: Victim) -> list[str]:
