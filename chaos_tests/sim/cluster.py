@@ -460,6 +460,7 @@ class ClusterWorld(ElectionWorld):
             here = [LocalSingleton(p.name, p.generation, not p.ended, p.pid in agent.adopted, p.completed)
                     for p in host.processes]
             not_before = {key: s.start_at for key, s in agent.restarts.items() if s.phase is Phase.ENDED}
+            seen = dict(host.newest)  # what arrives during the pass is for the next one
             for action in duties.duties(host.name, host.incarnation, now, agent.lease, agent.known, here, not_before,
                                         TIMES):
                 match action:
@@ -469,9 +470,9 @@ class ClusterWorld(ElectionWorld):
                         self.counts["adopted"] += 1
                         agent.adopted |= {p.pid for p in host.alive if (p.name, p.generation) == (name, generation)}
                     case Start(name, generation, arguments):
-                        if generation < host.newest.get(name, 0):
+                        if generation < seen.get(name, 0):
                             self._fail("I1", f"{host.name} starts generation {generation} of {name} after it saw "
-                                       f"{host.newest[name]}")
+                                       f"{seen[name]}")
                         yield 0.02  # it may be stopped between the decision and the start
                         self._start(host, agent, name, generation, dict(arguments))
             host.processes = [p for p in host.processes if not p.ended or p.generation == self._newest_here(agent, p)]

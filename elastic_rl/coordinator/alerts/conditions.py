@@ -12,6 +12,7 @@ from elastic_rl.coordinator.alerts.state_machine import Condition
 from elastic_rl.coordinator.etcd_health import EtcdHealth
 from elastic_rl.coordinator.idle_slots import idle_slots
 from elastic_rl.coordinator.membership import registry
+from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.coordinator.snapshot import ACTOR_ROLE, ClusterSnapshot
 from elastic_rl.dcs.catalog.under_replication import UnderReplication, described
 from elastic_rl.etcd import event_kinds
@@ -122,10 +123,21 @@ def _members(snapshot: ClusterSnapshot) -> Iterator[Condition]:
         # The ranks of a trainer fail together, whichever was hit first: one fault, one alert.
         subject = s.role if s.role in TRAINER_GROUPS else s.id
         who = f"{s.role} {s.id} (pid {s.pid} on {s.host})"
+        if s.dead and s.role in registry.DURABLE and _registered_again(s, snapshot):
+            continue  # the event of its host that it was started again is the alert, and may have been one already
         if s.dead and s.role != event_kinds.ENGINE:  # the death of an engine is reported, often by its runner or driver
             yield Condition(f"{s.role}.dead", subject, f"{who} is dead", cause=s.host)
         elif s.hung_at and not s.dead:
             yield Condition(f"{s.role}.hung", subject, f"{who} sends heartbeats but makes no progress", cause=s.host)
+
+
+def _registered_again(dead: LastSeen, snapshot: ClusterSnapshot) -> bool:
+    """Whether another process of the durable plane has the name of a dead one."""
+    if dead.role == registry.DCS:
+        node = snapshot.nodes.get(dead.id)
+        return node is not None and registry.node_incarnation(node) != dead.incarnation
+    return any(registry.member_incarnation(m) != dead.incarnation for m in snapshot.members
+               if (m.role, m.id) == dead.name)
 
 
 def _returned(snapshot: ClusterSnapshot, now: float, firing: Set[str]) -> Iterator[Condition]:

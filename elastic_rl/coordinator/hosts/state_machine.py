@@ -60,6 +60,9 @@ class SeenHost:
     """Time of the reading, unix seconds: for people, and for agents of older releases (``left_s``)."""
     may_follow: bool = True
     """Whether a notice that was not followed yet may have the host drained now."""
+    came_between: bool = False
+    """Whether it has registered since its state was written; of a host that is not registered now: and has lost that
+    lease too."""
 
     @property
     def drain(self) -> Drain | None:
@@ -121,7 +124,7 @@ def advance(before: HostState | None, seen: SeenHost, leader_s: float, times: Ho
     if before is not None and not before.phase.known:  # a newer release's
         return before
     if seen.registered is None:
-        return _absent(before, leader_s, times)
+        return _absent(before, seen, leader_s, times)
     incarnation = seen.registered.incarnation
     if before is None:
         return HostState(phase=HostPhase.JOINING, incarnation=incarnation, since_s=leader_s, reason="has registered")
@@ -135,10 +138,11 @@ def advance(before: HostState | None, seen: SeenHost, leader_s: float, times: Ho
     return _present(before, seen, leader_s)
 
 
-def _absent(before: HostState | None, leader_s: float, times: HostTimes) -> HostState | None:
+def _absent(before: HostState | None, seen: SeenHost, leader_s: float, times: HostTimes) -> HostState | None:
     if before is None or before.phase in (HostPhase.LOST, HostPhase.LEFT):
         return before
-    if before.phase is not HostPhase.SUSPECTED:
+    if before.phase is not HostPhase.SUSPECTED or seen.came_between:
+        # Its agent may have started something under a lease that no leader has seen: the time begins with its end.
         return _entered(before, HostPhase.SUSPECTED, leader_s, "the lease of its agent has ended")
     if leader_s - before.since_s < times.lost_s:
         return before

@@ -96,14 +96,22 @@ class MemberChange:
     """The reason of DIED and of LATE, for people."""
 
 
+def member_incarnation(member: Member) -> str:
+    return member.incarnation or str(member.pid)
+
+
+def node_incarnation(node: DcsNode) -> str:
+    return f"{node.pid}:{node.port}"
+
+
 def live_member(member: Member, key: str, create_revision: int, *, hung: bool = False, late: str = "") -> LiveMember:
-    return LiveMember(member.role, member.id, member.incarnation or str(member.pid), member.epoch, member.pid,
+    return LiveMember(member.role, member.id, member_incarnation(member), member.epoch, member.pid,
                       member.host, key, create_revision, hung=hung, late=late, machine=member.machine,
                       doing=f"step {member.step}, {member.phase}")
 
 
 def live_node(node: DcsNode, key: str, create_revision: int) -> LiveMember:
-    return LiveMember(DCS, node.id, f"{node.pid}:{node.port}", 0, node.pid, node.host, key, create_revision,
+    return LiveMember(DCS, node.id, node_incarnation(node), 0, node.pid, node.host, key, create_revision,
                       machine=node.machine)
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,10 @@ def test_death_without_a_leader_is_reported_and_resolved_once(start: Start, etcd
     hanging = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
     replicas = start("a", alerts={"urls": [f"json://127.0.0.1:{hanging.getsockname()[1]}", receiver.url],
                                   "send_timeout_s": 10.0}, coordinator={"replicas": 1})
+
+    def told(notification: dict[str, Any]) -> str:
+        return f"{notification['title']}\n{notification['message']}"
+
     node = DcsNode(id="n0", host="h", port=1, pid=1, arena_path="/x", arena_bytes=1)
     lease = etcd.keepalive(2)
     etcd.put(keys.dcs_node("n0"), node.encode(), lease=lease.id)
@@ -220,16 +225,21 @@ def test_death_without_a_leader_is_reported_and_resolved_once(start: Start, etcd
     replicas.kill("a")
     lease.close()
     assert etcd.get(keys.dcs_node("n0")) is None
+    events.emit(etcd, keys, event_kinds.COORDINATOR_RESTARTED, "a", "a ended and was started again",
+                severity=Severity.WARNING, started_at=time.time())
     replicas.start("a")
-    wait_until(lambda: any("dcs.dead" in g["title"] for g in receiver.got), what="the alert")
+    wait_until(lambda: any("dcs.dead" in told(g) for g in receiver.got), what="the alert")
     assert len(events_of(etcd, keys, "dcs.dead")) == 1
     etcd.put(keys.dcs_node("n0"), node.replace(pid=2).encode())
     wait_until(lambda: any("RESOLVED" in g["title"] and "dcs" in g["title"] for g in receiver.got),
                          what="the end")
-    about = [g for g in receiver.got if "dcs.dead" in g["title"]]
-    assert [g["title"].split()[0] for g in about] == ["[FIRING]", "[RESOLVED]"]
-    told_of = [re.search(r"dcs\.dead n0.*?id=(\w+)", f"{g['title']}\n{g['message']}", re.DOTALL) for g in about]
+    about = [told(g) for g in receiver.got if "dcs.dead" in told(g)]
+    assert ["FIRING" in about[0], "RESOLVED" in about[-1], len(about)] == [True, True, 2]
+    told_of = [re.search(r"dcs\.dead n0.*?id=(\w+)", text, re.DOTALL) for text in about]
     assert len({m[1] for m in told_of}) == 1
+    assert events_of(etcd, keys, "coordinator.dead", "a")
+    assert sum(told(g).count("coordinator.restarted a") for g in receiver.got) == 1, "by the word of its host"
+    assert "coordinator.dead" not in "".join(map(told, receiver.got)), "a second alert of one death"
     hanging.close()
 
 

@@ -22,6 +22,7 @@ from elastic_rl.coordinator.alerts.conditions import (
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition, Phase
 from elastic_rl.coordinator.election import leader_gap
 from elastic_rl.coordinator.etcd_health import EtcdHealth
+from elastic_rl.coordinator.membership.registry import DCS, DURABLE
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.dcs.catalog.under_replication import ShortVersion, UnderReplication
@@ -114,6 +115,21 @@ def test_restart_of_a_service_with_an_alert_opens_no_second_one(part: str, subje
     back = [alert.replace(phase=Phase.RESOLVED, resolved_at=3.0) for alert in dead]
     assert rules.merge_by_fault([restarted(2.0)], back) == [], "its host says so once it is back, however late"
     assert rules.merge_by_fault([restarted(3.1)], back) == [restarted(3.1)], "it has ended once more"
+
+
+@pytest.mark.parametrize("role", DURABLE)
+def test_death_of_a_service_that_is_found_with_its_successor_is_left_to_the_word_of_its_host(role: str) -> None:
+    dead = LastSeen(role=role, id="a", incarnation="7:1" if role == DCS else "7", first_seen=1.0, dead_at=5.0)
+
+    def about_it(pid: int) -> list[str]:
+        member = Member(role=role, id="a", host="h", pid=pid)
+        node = DcsNode(id="a", host="h", port=1, pid=pid, arena_path="/x", arena_bytes=1)
+        found = conditions(ClusterSnapshot("j", registry={dead.name: dead}, members=[] if role == DCS else [member],
+                                           nodes={"a": node} if role == DCS else {}), 9.0)
+        return [k for k in found if k.startswith(f"{role}.dead")]
+
+    assert about_it(7) == [f"{role}.dead/a"], "its lease has not run out yet"
+    assert about_it(8) == []
 
 
 def test_request_after_the_end_of_an_alert_is_notified() -> None:

@@ -77,6 +77,21 @@ def test_silent_host_is_suspected_then_lost_and_joins_again() -> None:
     assert returned is not None and returned.phase is HostPhase.JOINING
 
 
+def test_host_that_came_back_while_nobody_led_has_its_time_from_the_end_of_that_lease() -> None:
+    """Its agent may have started a driver then, and ends it within that time."""
+    suspected = after((0.0, seen()), (1.0, seen()), (10.0, seen(None)))
+    assert suspected is not None
+    again = hosts.advance(suspected, replace(seen(None), came_between=True), 10.0 + TIMES.lost_s, TIMES)
+    assert again is not None and (again.phase, again.since_s) == (HostPhase.SUSPECTED, 10.0 + TIMES.lost_s)
+
+    def came_between(registered_at: int, written_at: int) -> bool:
+        return ClusterReading(
+            9, 0.0, host_registrations={"a": _stored(Host(id="a", incarnation="1"), registered_at)},
+            host_states={"a": _stored(suspected, written_at)}).seen_hosts["a"].came_between
+
+    assert came_between(6, 5) and not came_between(5, 6)
+
+
 def test_drained_host_leaves_when_it_holds_nothing_and_joins_when_the_drain_is_withdrawn() -> None:
     draining = after((0.0, seen()), (1.0, seen(spec=DRAIN)))
     assert draining is not None and draining.phase is HostPhase.DRAINING and draining.drain_deadline_s == 61.0

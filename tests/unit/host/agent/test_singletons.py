@@ -39,6 +39,7 @@ class Files:
         self.left: set[str] = set()
         self.started: list[tuple[str, int]] = []
         self.cannot_start = False
+        self.on_start: Callable[[], None] = lambda: None
         self.wrong: list[str] = []
         """What must not have been asked for."""
 
@@ -52,6 +53,7 @@ class Files:
             self.wrong.append(f"generation {generation} of {name} was started after {before}, left: {self.left}")
         if self.cannot_start:
             raise PreflightFailed("no such program")
+        self.on_start()
         self.started.append((name, generation))
         self.records[name] = ServiceRecord(name, "", 1000 + len(self.started), running=True, generation=generation)
         self.left.add(name)
@@ -221,6 +223,22 @@ def test_singleton_that_cannot_be_started_is_reported_and_tried_again_later(worl
     world.files.cannot_start = False
     status = world.settle().services[NAME]
     assert status.state is RunState.RUNNING and not status.reason
+
+
+def test_starts_that_take_long_are_left_to_the_passes_after_with_the_lease_of_then(world: World) -> None:
+    orders = {f"driver/{n}": Order(Assignment(host=HOST, incarnation=BOOT), n + 1) for n in range(3)}
+    world.known = world.known.updated(world.clock.now, 3, orders)
+    world.files.on_start = lambda: setattr(world.clock, "now", world.clock.now + TIMES.agent_pass_s)
+    status = world.look()
+    assert len(world.files.started) == 1
+    assert [s.reason for s in status.services.values()][1:] == ["is started in the next pass"] * 2
+    world.lost_at = world.clock.now - TIMES.lease_ttl_s + TIMES.start_margin_s
+    world.look()
+    assert len(world.files.started) == 1, "its lease ends soon"
+    world.lost_at = None
+    for _ in range(2):
+        world.look()
+    assert len(world.files.started) == 3
 
 
 def test_released_singleton_is_ended_and_then_no_longer_reported(world: World) -> None:
