@@ -171,7 +171,7 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
              faults={name: WEIGHTS[name] for name in ("coordinator_killed", "dcs_killed", "trainer_rank_killed",
                                                       "advantages_killed", "actor_killed", "etcd_killed")},
              steps_per_minute=25.0, pace=Pace(5, 12, 30), pace_s=Pace(20, 25, 60), floor_answers=80,
-             traffic=("scales", "silences", "drains", "restarts", "watches")),
+             traffic=("scales", "silences", "drains", "registers", "restarts", "watches")),
     Scenario("hosts", "a job that computes nothing on three test hosts, each with etcd, a coordinator and a DCS node: "
              "partitions, power cuts and bad links, while clients cordon hosts; needs root",
              {"cluster": "chaos", "coordinator.replicas": 1, "dcs.arena_bytes": 128 << 20, "etcd.follow_members_s": 2.0,

@@ -4,11 +4,11 @@ size of a pool, which hosts are cordoned and drained, silences, and what takes a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from chaos_tests.history import Recorder, Refused, Unknown
+from chaos_tests.history import Recorder, Refused, Unanswered, Unknown
 from chaos_tests.model import created, models
 from chaos_tests.model.host_spec import change_of_host, wanted_of_host
 from chaos_tests.model.number import READ, WRITE
@@ -59,10 +59,11 @@ class ClusterCalls:
             answer.is_([wanted_of_host(got.json()["spec"]), revision_of(got)])
         return answer.known
 
-    def create(self, replica: str, path: str, body: Mapping[str, Any], key: str, client: str) -> str:
+    def create(self, replica: str, path: str, body: Mapping[str, Any] | None, key: str, client: str, *,
+               method: str = "POST") -> str:
         """Begins an operation; returns its id, "" where that is not known."""
         with self.recorder.operation(client, f"key {key}", OperationCall.CREATE, model=models.OPERATION) as answer:
-            got = self._send("POST", f"{self.job_url(replica)}/{path}", _CALL_S, json=body,
+            got = self._send(method, f"{self.job_url(replica)}/{path}", _CALL_S, json=body,
                              headers={"Idempotency-Key": key})
             refuse_unless(got, 202)
             answer.is_(got.json()["id"])
@@ -104,11 +105,21 @@ class ClusterCalls:
         return answer.known
 
     def ready_engine(self, replica: str) -> str:
-        """Id of an engine of the pool that is ready; "" where no replica says one."""
-        with contextlib.suppress(Refused):
+        """Id of an engine of the pool's own that is ready; "" where the replica says none."""
+        return next((e["id"] for e in self._engines(replica) or () if e["pool"] == POOL and e["state"] == "ready"
+                     and not e["external"]), "")
+
+    def engine_at(self, replica: str, url: str) -> str | None:
+        """Id of the engine at a URL, "" where there is none that lives; None where the replica does not say it."""
+        engines = self._engines(replica)
+        return None if engines is None else next(
+            (e["id"] for e in engines if e["url"] == url and e["state"] != "dead"), "")
+
+    def _engines(self, replica: str) -> Sequence[Mapping[str, Any]] | None:
+        with contextlib.suppress(Refused, Unanswered):
             got = self._read(f"{self.job_url(replica)}/engines?limit={_PAGE}", _CALL_S)
-            return next((e["id"] for e in got.json()["items"] if e["pool"] == POOL and e["state"] == "ready"), "")
-        return ""
+            return list(got.json()["items"])
+        return None
 
     def _send(self, method: str, url: str, timeout_s: float, **more: Any) -> Any:
         return send(method, url, timeout_s, self.target.headers, self.target.verify, **more)

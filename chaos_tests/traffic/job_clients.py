@@ -48,6 +48,24 @@ class JobClients(Traffic):
         """Another replica, where there is one."""
         return choose.choice([name for name in self.calls.target.urls if name != replica] or [replica])
 
+    def carry_out(self, replica: str, choose: random.Random, path: str, body: dict[str, object] | None, *,
+                  method: str = "POST") -> tuple[str, str]:
+        """Begins an operation, sending the request twice, and reads it until it has ended. Returns its id and the state
+        that was read last, "" where they are not known. ``path``: below that of the job."""
+        key, begun, state = self.new_key(choose), "", ""
+        for _ in range(_TRIES):
+            begun = self.calls.create(replica, path, body, key, replica, method=method)
+            if begun or self.pause(1.0):
+                break
+        if not begun:
+            return "", ""
+        self.calls.create(self.other(replica, choose), path, body, key, replica, method=method)
+        for _ in range(_READINGS):
+            state = self.calls.state(choose.choice([*self.calls.target.urls]), begun, key, replica)
+            if state in FINAL or state == ABSENT or self.pause(1.0):
+                break
+        return begun, state
+
     def new_key(self, choose: random.Random) -> str:
         return f"{self._seed}-{choose.getrandbits(64):x}"
 
@@ -126,20 +144,9 @@ class Requests(JobClients):
         self._path, self._what = path, what
 
     def act(self, replica: str, choose: random.Random) -> bool:
-        path, key, begun = self._path, self.new_key(choose), ""
+        path = self._path
         if "{engine}" in path:
             if not (engine := self.calls.ready_engine(replica)):
                 return False
             path = path.format(engine=engine)
-        for _ in range(_TRIES):
-            begun = self.calls.create(replica, path, self._what, key, replica)
-            if begun or self.pause(1.0):
-                break
-        if not begun:
-            return False
-        self.calls.create(self.other(replica, choose), path, self._what, key, replica)
-        for _ in range(_READINGS):
-            state = self.calls.state(choose.choice([*self.calls.target.urls]), begun, key, replica)
-            if state in FINAL or state == ABSENT or self.pause(1.0):
-                break
-        return True
+        return bool(self.carry_out(replica, choose, path, self._what)[0])

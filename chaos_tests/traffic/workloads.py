@@ -16,6 +16,7 @@ from chaos_tests.target import Target
 from chaos_tests.traffic.cluster_changes import Target as ApiTarget
 from chaos_tests.traffic.job_clients import HostSpecs, PoolSizes, Requests, Silences
 from chaos_tests.traffic.pool_changes import POOL
+from chaos_tests.traffic.registrations import Registrations, own_server
 from chaos_tests.traffic.traffic import Traffic
 from chaos_tests.traffic.watchers import Watcher
 from elastic_rl.coordinator.api import tls
@@ -65,6 +66,9 @@ WORKLOADS: Mapping[str, Workload] = {
     "drains": Workload(lambda t, seed, log: Requests(
         _api(t), seed, "engines/{engine}/drain", {"replace": True}, pause_s=_SELDOM_S, log=log),
         "clients have engines replaced", models.OPERATION, changes=True),
+    "registers": Workload(lambda t, seed, log: Registrations(_api(t), seed, lambda: own_server(t.cfg), log=log),
+                          "a client registers a server of its own as an engine, and takes it out again",
+                          models.OPERATION, changes=True),
     "restarts": Workload(lambda t, seed, log: Requests(
         _api(t), seed, "restarts", {"target": "driver", "reason": "chaos"}, pause_s=_SELDOM_S, log=log),
         "clients have the driver restarted", models.OPERATION, changes=True),

@@ -379,6 +379,8 @@ class EnginePool:
     def _as_running(self, engine_id: str, record: Engine | None, hosts: RayHosts) -> Running:
         slot = self._slots[engine_id]
         state = EngineState.DEAD if slot.placed.stopping else record.state if record else EngineState.STARTING
+        if slot.draining and state.stays:  # its runner, which may still begin, has been asked
+            state = EngineState.DRAINING
         behind = record is not None and record.is_behind
         host = hosts.leaving.get(slot.placed.node, "") if self.may_spread else ""
         return Running(engine_id, state, slot.started_at, placed=not slot.placed.lacks_room(), leaves=bool(host),

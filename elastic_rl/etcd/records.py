@@ -621,6 +621,8 @@ class DcsNode(Record):
     chunks: int = 0
     unsaved: int = 0
     """Chunks that are not yet on its disk."""
+    disk_fault: str = ""
+    """Why the last chunk could not be saved; empty while saving works, and where there only is no room."""
     lost_chunks: int = 0
     """Chunks of which it found the last copy corrupt or missing since its start."""
     catalog: str = ""

@@ -32,6 +32,8 @@ _STAGE_HOLD_S = 5.0
 _SWEEP_HOLD_S = 30.0
 _NODES = 5
 """Nodes that an alert names."""
+_LAG_HOLD_S = 10.0
+"""A job of a tiny model makes several versions a second."""
 _WAITING_HOLD_S = 120.0
 """Parts of the compute plane wait for less than this long while a run starts, and after a restart."""
 _ROUNDING = 1e-6
@@ -41,6 +43,8 @@ _PARTS = 20
 _UNREADABLE = 20
 """Records that cannot be read and have an alert of their own; all further ones have one together."""
 _FULL_HOLD_S = 15.0
+_DISK_HOLD_S = 10.0
+"""A node tries again after five seconds."""
 _FULL_HYSTERESIS = 0.05
 """An alert about a full node ends this fraction below the limit, so that it does not flap."""
 _IDLE, _IDLE_HYSTERESIS = 0.5, 0.1
@@ -213,7 +217,8 @@ def _lags(snapshot: ClusterSnapshot, now: float, limits: Thresholds, firing: Set
         elif versions >= limits.engine_lag_versions or seconds > limits.engine_lag_s:
             message = (f"engine {engine.id} serves version {engine.version}, {versions} behind the head; a newer one "
                        f"has been available for {seconds:.0f} s")
-            yield Condition("engine.lagging", engine.id, message, Severity.WARNING, cause=engine.host)
+            yield Condition("engine.lagging", engine.id, message, Severity.WARNING, hold_s=_LAG_HOLD_S,
+                            cause=engine.host)
     for stream, number in snapshot.durable.items():
         seconds = behind_s(at(f"durable.behind/{stream}"), number, snapshot.committed.get(stream, {}))
         if seconds > limits.durable_lag_s:
@@ -237,6 +242,12 @@ def _nodes(snapshot: ClusterSnapshot, limits: Thresholds, firing: Set[str]) -> I
             yield Condition("dcs.full", node.id, f"the {what} of node {node.id} is {full:.0%} full: set a larger "
                             f"dcs.{what}_bytes or fewer dcs.keep_versions, or make room on its file system",
                             Severity.WARNING, hold_s=_FULL_HOLD_S, cause=node.host)
+
+
+        if node.disk_fault:
+            yield Condition("dcs.disk_failing", node.id, f"node {node.id} cannot save chunks, and has "
+                            f"{node.unsaved} of them in memory alone, which its end would lose: {node.disk_fault}. It "
+                            "tries again, and saves them once it can", hold_s=_DISK_HOLD_S, cause=node.host)
 
 
 def _job(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]:

@@ -119,7 +119,7 @@ def _as_member(node: DcsNode) -> Member:
     return Member(role=DCS_ROLE, id=node.id, pid=node.pid, host=node.host, machine=node.machine, phase="serving",
                   incarnation=node.incarnation, info=node.model_dump(include={
                       "port", "arena_bytes", "used_bytes", "disk_bytes", "disk_used_bytes", "disk_room_bytes", "chunks",
-                      "unsaved", "lost_chunks"}))
+                      "unsaved", "disk_fault", "lost_chunks"}))
 
 
 def newest_events(etcd: EtcdClient, keys: Keys, limit: int, *, before: str = "", revision: int = 0) -> Page:

@@ -56,6 +56,7 @@ _BEAT_S = 1.0
 """Time between two updates of the registration."""
 _REPORTED = ("used_bytes", "disk_bytes", "disk_used_bytes", "chunks", "unsaved", "lost_chunks")
 """Numbers of the table that are in the record."""
+_FAULT_CHARS = 300
 _FLUSH_S = 60.0
 """Longest time for which a node that is stopped continues to save chunks; well within the grace of its supervisor."""
 
@@ -123,7 +124,7 @@ def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Eve
             try:
                 usage, (catalog, commits) = table.usage(), index.summary()
                 registration.beat(**{name: usage[name] for name in _REPORTED}, disk_room_bytes=_disk_room(disk),
-                                  catalog=catalog, commits=commits)
+                                  disk_fault=table.disk_fault()[:_FAULT_CHARS], catalog=catalog, commits=commits)
             except Conflict:
                 raise
             except ElasticRLError as e:  # etcd is away: chunks are served meanwhile, and the next beat tries again

@@ -413,6 +413,12 @@ class ChunkTable:
                     "disk_used_bytes": disk.used_bytes if disk else 0, "disk_bytes": disk.limit_bytes if disk else 0,
                     "chunks": len(self._chunks), "unsaved": len(self._queue), "lost_chunks": self._lost}
 
+    def disk_fault(self) -> str:
+        """Why the last chunk could not be saved, if not for the limit of the disk; empty while saving works."""
+        with self._lock:
+            trouble = self._queue.trouble if len(self._queue) else None
+        return "" if trouble is None or isinstance(trouble, DiskFull) else str(trouble)
+
     def stat(self) -> dict[str, int]:
         """``usage``, and the number of chunks in the arena (``resident``) and of those that are ``held``; ``pending``:
         regions that are being written; ``located``: copies that processes of this host may read."""

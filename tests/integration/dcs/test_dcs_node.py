@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -198,6 +199,27 @@ def try_publish(publisher: Publisher, seed: int) -> int:
         return publisher.publish(weights(seed + 100).items(), meta={}).number
     except DiskFull:
         return 0
+
+
+def test_node_whose_disk_fails_says_why_and_saves_once_it_can(dcs: Dcs) -> None:
+    dcs.start()
+    publish(dcs.publisher(), [1])
+    pid = dcs.processes["a"].pid
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+
+    def record() -> DcsNode:
+        found = dcs.etcd.get(dcs.keys.dcs_node("a"))
+        assert found is not None
+        return DcsNode.decode(found.value)
+
+    wait_until(lambda: not record().unsaved, what="the first version on disk")
+    assert record().disk_fault == ""
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, before[1]))
+    publish(dcs.publisher(), [2])
+    wait_until(lambda: "disk fails" in record().disk_fault, what="the node's word about its disk")
+    dcs.assert_pulls([1, 2])
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+    wait_until(lambda: not record().unsaved and not record().disk_fault, what="the second version on disk")
 
 
 def test_garbage_collector_removes_dropped_chunks_from_disk(dcs: Dcs) -> None:

@@ -17,7 +17,7 @@ from elastic_rl.driver.external_engines import ExternalEngines
 from elastic_rl.driver.hosts_of_ray import RayHosts
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.restart_requests import open_requests
-from elastic_rl.etcd import fencing
+from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import FAILURE_POLICY, Engine, EngineState, ExternalEngine, PoolSpec, RestartRequest
@@ -52,6 +52,23 @@ def test_drained_engine_of_a_pool_that_hangs_is_killed_once_its_time_is_over(ctx
     engines.reconcile({})  # kills it
     engines.reconcile({})  # removes it
     assert hung.is_removed and etcd.get(keys.engine(hung.name)) is None and StandInActor.made == [hung]
+
+
+def test_engine_that_was_drained_before_it_has_begun_is_asked_once(ctx: RunContext, etcd: EtcdClient, keys: Keys
+                                                                   ) -> None:
+    engines = EnginePool(ctx, etcd)
+    engines.take_over()
+    engines.reconcile({})
+    [slow] = StandInActor.made
+    etcd.put(keys.pool_spec(ROLLOUT_POOL), PoolSpec(name=ROLLOUT_POOL, desired=0).encode())
+    for _ in range(3):
+        engines.reconcile({})
+    assert slow.asked == ["drain"]
+    assert [e.kind for e in events.recent(etcd, keys, 100) if e.subject == slow.name] == [
+        "engine.starting", "engine.draining"]
+    etcd.put(keys.pool_spec(ROLLOUT_POOL), PoolSpec(name=ROLLOUT_POOL, desired=1).encode())
+    engines.reconcile({})
+    assert len(StandInActor.made) == 2, "another one takes its place"
 
 
 @pytest.mark.parametrize(("by", "ended_by"), [(FAILURE_POLICY, "kill_hung"), ("ann", "kill")])

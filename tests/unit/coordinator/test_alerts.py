@@ -418,6 +418,15 @@ def test_durable_stream_is_behind_by_time() -> None:
     assert behind(18, 1900.0 + 901.0) == ["durable.behind/policy"] == behind(0, 1e9)
 
 
+def test_node_that_cannot_save_has_one_alert_also_where_its_file_system_is_full() -> None:
+    node = DcsNode(id="n0", host="h", port=1, pid=1, arena_path="/x", arena_bytes=100, disk_bytes=100, unsaved=3,
+                   disk_fault="this node's disk fails: [Errno 28] No space left on device")
+    found = conditions(empty_snapshot(nodes=[node]), 1.0)
+    assert set(found) == {"dcs.full/n0", "dcs.disk_failing/n0"} and "3 of them" in found["dcs.disk_failing/n0"].message
+    assert merged(*found.values()) == ["dcs.disk_failing/n0"] * 2
+    assert "dcs.disk_failing/n0" in merged(*found.values(), known=[opened("dcs.full", "n0", Severity.WARNING)]), "worse"
+
+
 def test_full_node_alert_uses_disk_or_arena_and_has_hysteresis() -> None:
     def full(used: int, disk: int = 0, room: int = 0, firing: frozenset[str] = frozenset()) -> bool:
         node = DcsNode(id="n0", host="h", port=1, pid=1, arena_path="/x", arena_bytes=100, used_bytes=used,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -158,6 +159,19 @@ def test_dropped_chunk_loses_its_file(node: Node) -> None:
     node.table.drop(set(), node.table.mark())
     node.saver.step(0)
     assert not node.path(digest).exists() and node.disk.used_bytes == 0
+
+
+def test_disk_that_fails_is_told_while_there_is_something_to_save(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(batch: WriteBatch, name: str, data: memoryview) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    node.commit(b"a" * KIB)
+    with monkeypatch.context() as patch:
+        patch.setattr(WriteBatch, "add", broken)
+        node.saver.step(0)
+    assert "Input/output error" in node.table.disk_fault()
+    node.table.drop(set(), node.table.mark())
+    assert node.table.disk_fault() == "", "it is no longer wanted"
 
 
 def test_chunk_sealed_again_before_its_file_is_removed_ends_up_on_disk(node: Node) -> None:
