@@ -37,6 +37,7 @@ from chaos_tests.target_hosts import hosts_cluster, receiver_address
 from chaos_tests.traffic.traffic import Traffic
 from chaos_tests.traffic.watchers import Watcher
 from chaos_tests.traffic.workloads import WORKLOADS
+from chaos_tests.validate.growth import FEWEST_STEPS
 from chaos_tests.validate.running import RECOVERY_S, Presence
 from chaos_tests.validate.verdict import OWN_TARGETS, RUN, State
 from elastic_rl.config import Config, secrets
@@ -294,7 +295,7 @@ class _Play:
         steps = _Steps(target, self._log)
         # What the run takes and keeps is judged where nothing begins again, on a cluster that nobody else uses.
         samples = [(self._sample_store, _SAMPLE_S), (self._sample_processes, _SAMPLE_S)] if (
-            target.own and not self._schedule.strikes) else []
+            target.own and (not self._schedule.strikes or self._schedule.calm_steps >= FEWEST_STEPS)) else []
         pollers = [_Poller(poll, every_s) for poll, every_s in (
             (steps.poll, _POLL_S), (_Events(target, self._log).poll, _POLL_S), *samples)]
         mark: int | None = None

@@ -12,7 +12,7 @@ from typing import Any
 
 from chaos_tests import growth
 from chaos_tests.faults.catalogue import FAULTS, WEIGHTS, Need, weights
-from chaos_tests.nemesis.schedule import Schedule, drawn, drawn_by_time
+from chaos_tests.nemesis.schedule import Schedule, Strike, drawn, drawn_by_time
 from chaos_tests.validate.growth import FEWEST_STEPS
 from chaos_tests.validate.verdict import GROWTH
 
@@ -57,6 +57,9 @@ class Scenario:
     """Steps before, between and after the strikes of a run by steps."""
     pace_s: Pace = Pace(20, 10, 60)
     """Seconds before, between and after the strikes of a run by time."""
+    framed_by: str = ""
+    """A fault that strikes a long run by steps twice, near its begin and near its end: how long the recovery takes must
+    not grow with the steps in between."""
     together: float = 0.25
     """Share of the strikes that have two faults."""
     overlap: int = 1
@@ -81,7 +84,9 @@ class Scenario:
         steps, minutes = (steps, minutes) if steps or minutes else (self.steps, self.minutes)
         weights = {name: weight for name, weight in self.faults.items() if only is None or name in only}
         if not count:
-            found = Schedule(seed, 0 if minutes else steps, (), minutes)
+            framed = self.framed_by and faults is None and steps >= FEWEST_STEPS + 2 * _FRAME_STEPS
+            strikes = [Strike(at, (self.framed_by,)) for at in (_FRAME_STEPS, steps - _FRAME_STEPS)] if framed else []
+            found = Schedule(seed, 0 if minutes else steps, tuple(strikes), minutes)
         elif minutes:
             found = drawn_by_time(seed, minutes, count, weights, together=self.together, before_s=self.pace_s.before,
                                   apart_s=self.pace_s.apart, after_s=self.pace_s.after, struck=_STRUCK)
@@ -102,6 +107,8 @@ class Scenario:
         return max(1, count)
 
 
+_FRAME_STEPS = 300
+"""Steps before the first strike that frames a run, and after the last one."""
 _OF_ANY_RUN = ("I1", "I2", "I3", "I4", "I5", "I11")
 _OF_OWN_CLUSTER = ("I6", "I8", "I12", "I13", "I14", "I15")
 """A run on a cluster of its own has to show these too. A job that was begun before the run, and goes on after it, may
@@ -119,7 +126,7 @@ def must_see(schedule: Schedule, *, own: bool, compared: bool = False) -> list[s
              *(_OF_OWN_FAULTS if own and schedule.strikes else ()), *(("I7",) if compared else ())]
     if SCENARIOS[schedule.scenario].tier is Tier.TEST_HOSTS:
         rules = [rule for rule in rules if rule not in _OF_ENGINES]
-    if own and not schedule.strikes and schedule.steps >= FEWEST_STEPS:
+    if own and schedule.calm_steps >= FEWEST_STEPS:
         rules.append(GROWTH)
     return rules
 
@@ -155,8 +162,9 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("soak", "the quick start's job for 30 minutes with a fault every 28 seconds", {}, minutes=30.0, count=64,
              faults=WEIGHTS, steps_per_minute=60.0, pace=Pace(5, 6, 60), pace_s=Pace(30, 12, 120), overlap=3,
              baseline=True, traffic=_LIGHT, floor_answers=400),
-    Scenario("growth", "no fault and many steps of a tiny job, in which nothing may grow with the steps",
-             growth.SETTINGS, steps=20_000, steps_per_minute=150.0),
+    Scenario("growth", "many steps of a tiny job, in which nothing may grow with the steps; its run is lost near the "
+             "begin and near the end, and must be back as soon", growth.SETTINGS, steps=20_000, steps_per_minute=150.0,
+             framed_by="run_killed"),
     Scenario("async", "a fully asynchronous job whose groups are generated beside its steps",
              {**_SMALL, "train.schedule": "fully_async", "train.max_staleness": 2}, minutes=5.0,
              count=6, faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=30.0,

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -57,6 +58,12 @@ class Schedule:
     @property
     def by_time(self) -> bool:
         return self.minutes > 0
+
+    @property
+    def calm_steps(self) -> int:
+        """Most steps in a row without a strike; 0 in a run by time."""
+        at = [0, *(strike.step for strike in self.strikes), self.steps]
+        return 0 if self.by_time else max(after - before for before, after in pairwise(at))
 
     def to_json(self) -> str:
         return json.dumps({"form": FORM, **asdict(self)}, indent=1) + "\n"

@@ -2,45 +2,78 @@
 
 from __future__ import annotations
 
+import math
+
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.growth.check import Samples, Trend
 from chaos_tests.validate.verdict import GROWTH, Checker
 
 FEWEST_STEPS = 5_000
-"""In a shorter run caches, and what etcd keeps of the newest steps and events, still fill."""
+"""Over fewer steps caches, and what etcd keeps of the newest steps and events, still fill."""
+SLOWER = 3.0
+"""By this factor a recovery may take longer after the steps than before them: the machine is not always as fast."""
 
 
 class NothingGrows(Checker):
-    """Judges a run without faults: after one, processes begin again."""
+    """Judges the first steps in a row, many enough, without a fault: after one, processes begin again. Where the same
+    fault struck before and after them, the recovery from it takes as long after them as before."""
 
     rule = GROWTH
-    reads = frozenset({Kind.STEP, Kind.PROCESS, Kind.STORE})
-    lacks = f"it needs a run of at least {FEWEST_STEPS:,} steps without faults, such as the scenario growth"
+    reads = frozenset({Kind.STEP, Kind.PROCESS, Kind.STORE, Kind.FAULT})
+    lacks = f"it needs {FEWEST_STEPS:,} steps without a fault, such as in the scenario growth"
 
     def __init__(self) -> None:
         super().__init__()
-        self._samples, self._steps, self._trends = Samples(), 0, list[Trend]()
+        self._samples, self._trends = Samples(), list[Trend]()
+        self._since, self._steps = 0, 0
+        """The steps that are judged: from and to."""
+        self._before, self._after = dict[str, float](), dict[str, float]()
+        """Seconds of the recovery from each fault before these steps, and after them."""
 
     def see(self, event: Event) -> None:
-        if self.run.get("schedule", {}).get("strikes"):
-            return
-        if event["kind"] == Kind.STEP:
-            self._steps = max(self._steps, int(event["step"]))
-        self._samples.see(event)
+        if event["kind"] == Kind.FAULT:
+            self._struck(event)
+        elif not self._after:
+            if event["kind"] == Kind.STEP:
+                self._steps = max(self._steps, int(event["step"]))
+            self._samples.see(event)
+
+    def _struck(self, fault: Event) -> None:
+        healed_s = float(fault["healed_at"]) - float(fault["injected_at"]) if fault.get("healed_at") else math.inf
+        if self._long_enough:
+            self._after[str(fault["name"])] = healed_s
+        else:
+            self._before[str(fault["name"])] = healed_s
+            self._samples, self._since = Samples(), self._steps
+
+    @property
+    def _long_enough(self) -> bool:
+        return self._steps - self._since >= FEWEST_STEPS
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
-        if self._steps >= FEWEST_STEPS:
+        if self._long_enough:
             self._trends = self._samples.trends()
         for trend in self._trends:
             if trend.grows:
                 self.violated(str(trend))
+        for name, seconds in self._recoveries():
+            if seconds[1] > SLOWER * seconds[0]:
+                self.violated(f"the recovery from {name} took {seconds[1]:.1f} s at the end and {seconds[0]:.1f} s "
+                              f"before {self._steps - self._since:,} steps: at most {SLOWER:g} times as long")
+
+    def _recoveries(self) -> list[tuple[str, tuple[float, float]]]:
+        return [(name, (self._before[name], self._after[name])) for name in self._before.keys() & self._after.keys()
+                if self._trends]
 
     def evidence(self) -> str:
         if not self._trends:
             return ""
         told = sum(trend.resolved for trend in self._trends)
-        return f"{len(self._trends)} series over {self._steps:,} steps, of {told} of which it was long enough to tell"
+        back = "".join(f"; back from {name} after {after:.1f} s, and after {before:.1f} s before them"
+                       for name, (before, after) in self._recoveries())
+        return (f"{len(self._trends)} series over {self._steps - self._since:,} steps, of {told} of which it was long "
+                f"enough to tell{back}")
 
 
 CHECKERS: tuple[type[Checker], ...] = (NothingGrows,)

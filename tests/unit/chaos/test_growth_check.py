@@ -16,7 +16,7 @@ from chaos_tests.event_log import Event, Kind
 from chaos_tests.growth import check
 from chaos_tests.validate.growth import FEWEST_STEPS
 from chaos_tests.validate.judge import judge
-from chaos_tests.validate.verdict import GROWTH, State
+from chaos_tests.validate.verdict import GROWTH, State, Verdict
 
 STEPS, SAMPLES = 20_000, 480
 LIMIT = check.LIMITS["anonymous_bytes"]
@@ -152,5 +152,36 @@ def test_growth_is_judged_over_a_long_run_without_faults(steps: int, leak: float
     done = {"kind": Kind.STEP, "at": 500.0, "step": steps}
     log = [run, *run_of(lambda step: leak * LIMIT * step, 1, 0.0), done]
     assert {verdict.rule: verdict.state for verdict in judge(log)}[GROWTH] is state
-    struck = [run | {"schedule": {"strikes": [{"step": 1, "faults": ["engine_killed"]}]}}, *log[1:]]
-    assert {verdict.rule: verdict.state for verdict in judge(struck)}[GROWTH] is State.UNSEEN
+
+
+def fault(at: float, step: int, healed_s: float) -> Event:
+    return {"kind": Kind.FAULT, "at": at, "name": "run_killed", "step": step, "witness": "seen", "problem": "",
+            "injected_at": at - healed_s, "healed_at": at, "detected_at": at}
+
+
+def verdict_of(log: list[Event]) -> Verdict:
+    return next(verdict for verdict in judge(log) if verdict.rule == GROWTH)
+
+
+@pytest.mark.parametrize(("struck_at", "state"), [(300, State.VIOLATED), (STEPS // 2, State.VIOLATED),
+                                                  (STEPS - 300, State.VIOLATED), (0, State.UNSEEN)])
+def test_growth_is_judged_between_faults_where_there_are_steps_enough(struck_at: int, state: State) -> None:
+    log: list[Event] = [{"kind": Kind.RUN, "at": 0.0, "schedule": {"strikes": []}}]
+    for event in run_of(lambda step: 20.0 * LIMIT * step, 1, 0.0):
+        log.append(event)
+        if event["kind"] == Kind.STORE:
+            log.append({"kind": Kind.STEP, "at": event["at"], "step": int(event["step"])})
+            if event["step"] >= struck_at and struck_at and not any(e["kind"] == Kind.FAULT for e in log):
+                log.append(fault(event["at"], struck_at, 5.0))
+            elif not struck_at and len(log) % 100 == 0:
+                log.append(fault(event["at"], int(event["step"]), 5.0))
+    assert verdict_of(log).state is state
+
+
+@pytest.mark.parametrize(("late_s", "state"), [(14.0, State.KEPT), (16.0, State.VIOLATED)])
+def test_recovery_that_takes_much_longer_after_many_steps_is_growth(late_s: float, state: State) -> None:
+    log = [{"kind": Kind.RUN, "at": 0.0, "schedule": {"strikes": []}}, fault(0.5, 1, 5.0),
+           *run_of(lambda step: 0.0, 1, 0.0), {"kind": Kind.STEP, "at": 500.0, "step": STEPS},
+           fault(600.0, STEPS, late_s)]
+    found = verdict_of(log)
+    assert found.state is state and f"back from run_killed after {late_s:.1f} s, and after 5.0 s" in found.evidence

@@ -15,6 +15,7 @@ from chaos_tests.target import own_config
 from chaos_tests.traffic import cluster_changes, pool_changes, workloads
 from chaos_tests.traffic.job_clients import JobClients
 from chaos_tests.traffic.workloads import WORKLOADS
+from chaos_tests.validate.growth import FEWEST_STEPS
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -22,7 +23,7 @@ def test_schedule_of_each_scenario_follows_from_its_seed(name: str) -> None:
     scenario = SCENARIOS[name]
     assert scenario.schedule(5) == scenario.schedule(5)
     found = scenario.schedule(5)
-    assert found.faults == scenario.count and found.scenario == name
+    assert found.faults == (2 if scenario.framed_by else scenario.count) and found.scenario == name
     assert (found.steps, found.minutes) == (scenario.steps, scenario.minutes)
     assert {fault for strike in found.strikes for fault in strike.faults} <= FAULTS.keys()
 
@@ -45,7 +46,15 @@ def test_longer_run_has_more_faults_and_a_short_one_as_many_as_find_room() -> No
     assert drawn.schedule(1, steps=280).faults == round(drawn.count * 280 / (drawn.minutes * drawn.steps_per_minute))
     assert 1 <= drawn.schedule(1, minutes=2.0).faults < drawn.schedule(1, minutes=10.0).faults
     assert drawn.schedule(1, minutes=2.0).by_time
-    assert SCENARIOS["growth"].schedule(1, steps=20_000).strikes == ()
+
+
+def test_growth_is_framed_by_two_losses_of_the_run_where_it_is_long_enough() -> None:
+    growth = SCENARIOS["growth"]
+    found = growth.schedule(1)
+    assert [(strike.step, strike.faults) for strike in found.strikes] == [(300, ("run_killed",)), (
+        found.steps - 300, ("run_killed",))]
+    assert found.calm_steps == found.steps - 600
+    assert growth.schedule(1, steps=FEWEST_STEPS).strikes == growth.schedule(1, faults=0).strikes == ()
 
 
 def test_only_what_is_allowed_is_drawn() -> None:
@@ -93,4 +102,4 @@ def test_no_strike_has_two_faults_of_one_part_or_of_one_host(name: str) -> None:
     for strike in strikes:
         struck = [one for fault in strike.faults for one in FAULTS[fault].victims or {FAULTS[fault].part}]
         assert len({*struck}) == len(struck), strike
-    assert not strikes or any(len(strike.faults) > 1 for strike in strikes)
+    assert SCENARIOS[name].framed_by or any(len(strike.faults) > 1 for strike in strikes)
