@@ -94,14 +94,15 @@ def running(folder: Path) -> Iterator[AbortSwitch]:
 def alone(cluster: Path) -> Iterator[None]:
     """Within the block no other run strikes the cluster of this folder: each of two would leave one replica of a part
     alive, and both none. Raises ConfigError where one does."""
-    with _opened(cluster / STRIKES_FILE, os.O_RDWR | os.O_CREAT) as lock:
+    with _opened(cluster / STRIKES_FILE, os.O_RDWR | os.O_CREAT, hint="run as the user of the cluster, and remove it "
+                 "where another user has made it") as lock:
         if not file_lock.taken(lock):
             raise ConfigError("another chaos run strikes this cluster", hint=(
                 "wait for its end, or end it with `elastic-rl chaos abort` and the folder that it has said"))
         yield
 
 
-def _opened(path: Path, flags: int) -> IO[bytes]:
+def _opened(path: Path, flags: int, hint: str = "name another folder") -> IO[bytes]:
     """An open file of a folder of results, private where it is made. Others may have put a link or a FIFO there, which
     is neither followed nor waited for. Raises ConfigError, and FileNotFoundError."""
     try:
@@ -109,12 +110,12 @@ def _opened(path: Path, flags: int) -> IO[bytes]:
     except FileNotFoundError:
         raise
     except OSError as e:
-        raise ConfigError(f"{path} cannot be opened: {e.strerror}", hint="name another folder") from e
+        raise ConfigError(f"{path} cannot be opened: {e.strerror}", hint=hint) from e
     file = (os.fdopen(descriptor, "rb", buffering=0) if flags & os.O_ACCMODE == os.O_RDONLY else
             os.fdopen(descriptor, "r+b", buffering=0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()
-        raise ConfigError(f"{path} is no regular file", hint="name another folder")
+        raise ConfigError(f"{path} is no regular file", hint=hint)
     return file
 
 

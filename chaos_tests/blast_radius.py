@@ -21,6 +21,7 @@ _NEEDS: Mapping[Need, str] = {
     Need.OUTSIDE: "an injector outside of the run", Need.DISK: "DCS nodes with a disk (dcs.disk_bytes)",
     Need.PTRACE: "ptrace (Linux on x86-64; root, or kernel.yama.ptrace_scope=0)", Need.ONE_HOST: "a job on one host",
     Need.CLOCK: "a clock that can be set (Linux on x86-64, and ptrace as above)",
+    Need.OWN_CLUSTER: "a cluster of the run's own, since it destroys what nobody could give back (leave --job out)",
     Need.TEST_HOSTS: "a cluster on test hosts (a scenario on them makes one)"}
 
 

@@ -67,9 +67,9 @@ class Kind(StrEnum):
     """What a receiver of alerts got: ``alert`` (its kind), ``subject``, ``phase`` (firing, resolved), ``key`` (of its
     deduplication)."""
     PROCESS = "process"
-    """A sample of a process, in a run without faults on a cluster of its own: ``role`` (what it is in the cluster, the
-    same over restarts), ``pid``, ``rss_bytes``, ``anonymous_bytes`` (of it what is mapped of no file), ``descriptors``,
-    ``threads``, ``cpu_s``."""
+    """A sample of a process, on a cluster of the run's own where growth is to be judged: ``role`` (what it is in the
+    cluster, the same over restarts), ``pid``, ``rss_bytes``, ``anonymous_bytes`` (of it what is mapped of no file),
+    ``descriptors``, ``threads``, ``cpu_s``."""
     STORE = "store"
     """A sample of what is kept, in such a run: ``etcd_keys`` and ``etcd_keys_by_prefix``, ``etcd_bytes`` (in use),
     ``files`` of the job's folder, their bytes as ``history_bytes`` (steps.jsonl, and what the checkpoint service has on

@@ -106,7 +106,8 @@ class Recorder:
         return self._clock()
 
     def operations(self) -> list[Operation]:
-        """All so far, in the order in which they began. Those that are under way are unknown."""
+        """All so far, in the order in which they began; with a ``log``, which has the others, those that are under way.
+        Those are unknown."""
         with self._lock:
             return [self._operations[number] for number in sorted(self._operations)]
 
@@ -129,6 +130,8 @@ class Recorder:
             self._operations[number] = operation
             if under_way:
                 self._to_log(operation)
+        if self._log is not None:
+            self._operations.pop(number, None)
         if operation is None or operation.ended_s is not None:
             self._write(number, operation)
 

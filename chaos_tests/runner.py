@@ -7,30 +7,29 @@ undone is in ``undo.jsonl``, and a file ``abort`` ends the run (``abort``).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
-from shutil import which
 from typing import Any, TypeVar
 
-from chaos_tests import abort, report
+from chaos_tests import abort
 from chaos_tests.abort import AbortSwitch
+from chaos_tests.collectors import EventCopier, FaultLog, Poller, Say, StepCopier, without_seal, without_secrets
 from chaos_tests.event_log import FORM, EventLog, Kind
-from chaos_tests.faults.catalogue import FAULTS, plan_of
-from chaos_tests.growth.sampler import Sampler
+from chaos_tests.faults.catalogue import plan_of
 from chaos_tests.nemesis.schedule import Schedule
 from chaos_tests.observation import Observer, require_client
+from chaos_tests.provenance import commit, versions
 from chaos_tests.receiver import Notice, Receiver
-from chaos_tests.report import BASELINE, EVENTS, Judged
+from chaos_tests.report import BASELINE, EVENTS
+from chaos_tests.results import Outcome, prepare, reported, require_new, shown
+from chaos_tests.sampler import Sampler
 from chaos_tests.scenarios import SCENARIOS, Scenario, Tier, must_see
 from chaos_tests.target import Target, own_cluster, own_config, run_dir_of
 from chaos_tests.target_hosts import hosts_cluster, receiver_address
@@ -39,30 +38,21 @@ from chaos_tests.traffic.watchers import Watcher
 from chaos_tests.traffic.workloads import WORKLOADS
 from chaos_tests.validate.growth import FEWEST_STEPS
 from chaos_tests.validate.running import RECOVERY_S, Presence
-from chaos_tests.validate.verdict import OWN_TARGETS, RUN, State
+from chaos_tests.validate.verdict import OWN_TARGETS
 from elastic_rl.config import Config, secrets
 from elastic_rl.coordinator.alerts.state_machine import Phase
 from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable
-from elastic_rl.etcd import events
 from elastic_rl.etcd.keys import ROOT
-from elastic_rl.etcd.records import Event
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.injector import FaultInjector
 from elastic_rl.faults.undo import UndoRegistry, undo_all
 from elastic_rl.host.paths import ClusterPaths
 from elastic_rl.host.test_hosts import isolated_hosts
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
-from elastic_rl.report.build import parse_lines
-from elastic_rl.runtime.files import read_limited, replace_file
 from elastic_rl.runtime.patience import patiently
 
 log = logging.getLogger(__name__)
 
-SCHEDULE = "schedule.json"
-_BEFORE_A_RUN = (abort.ABORT_FILE, abort.LOCK_FILE, SCHEDULE)
-"""What may be in the folder of a run before it begins."""
-_MOST_BYTES = 16 << 20
-"""Largest file of a schedule that is read: somebody may have sent it."""
 _POLL_S = 1.0
 _SAMPLE_S = 10.0
 _ALERTS_END_S = 60.0
@@ -76,8 +66,6 @@ _LAST_KEY = "zz-end"
 that was before."""
 _BY_TIME_STEPS = 1_000_000
 """Steps of a job that is run by time: it is stopped before."""
-_PACKAGES = ("elastic-rl", "ray", "sglang", "torch", "megatron-core", "etcd3")
-Say = Callable[[str], None]
 OnSwitch = Callable[[AbortSwitch], None]
 T = TypeVar("T")
 
@@ -101,31 +89,6 @@ class Limits:
     """Makes of each fault the one that is injected (``blast_radius.guarded``)."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What is wrong with a run that has ended."""
-
-    folder: Path
-    wrong: Sequence[str]
-    aborted: str = ""
-    """Why it was ended early."""
-    kept: Sequence[str] = ()
-    """Rules that were kept, by their numbers."""
-    unseen: Sequence[str] = ()
-    """Rules that the log has no evidence for: they were neither kept nor violated."""
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.wrong or self.aborted)
-
-    @property
-    def broken(self) -> frozenset[str]:
-        """The rules that were violated, by their numbers; ``RUN`` where the run is worth nothing, and broke no other.
-        """
-        found = frozenset(what.partition(":")[0] for what in self.wrong)
-        return found - {RUN} or found
-
-
 # -- runs --------------------------------------------------------------------------------------------------------------
 def run(schedule: Schedule, folder: Path, *, say: Say = log.info, switch: OnSwitch = lambda switch: None) -> Outcome:
     """Runs a schedule on a cluster of its own. ``switch``: called with the run's abort switch before anything is
@@ -135,19 +98,19 @@ def run(schedule: Schedule, folder: Path, *, say: Say = log.info, switch: OnSwit
     require_client()
     if scenario.tier is Tier.TEST_HOSTS:
         isolated_hosts.require()
-    _require_new(folder)
+    require_new(folder)
     with abort.running(folder) as aborts:
-        _prepare(schedule, folder)
+        prepare(schedule, folder)
         switch(aborts)
         if scenario.baseline if schedule.baseline is None else schedule.baseline:
             say("the baseline: the same job without faults")
             (folder / BASELINE).mkdir(mode=0o700)
             _run_own(scenario, replace(schedule, strikes=()), folder / BASELINE, aborts, say, baseline=True)
             if aborts.why:
-                return replace(_reported(folder / BASELINE), folder=folder)
+                return replace(reported(folder / BASELINE), folder=folder)
         say(f"the run with {schedule.faults} faults")
         _run_own(scenario, schedule, folder, aborts, say, baseline=False)
-        return _reported(folder)
+        return reported(folder)
 
 
 def run_attached(schedule: Schedule, folder: Path, target: Target, limits: Limits, *, say: Say = log.info,
@@ -155,14 +118,14 @@ def run_attached(schedule: Schedule, folder: Path, target: Target, limits: Limit
     """Runs a schedule against a job that runs already and goes on afterwards. Otherwise as ``run``."""
     scenario = scenario_of(schedule)
     require_client()
-    _require_new(folder)
+    require_new(folder)
     with abort.alone(ClusterPaths.of(target.cfg).folder), abort.running(folder) as aborts:
-        _prepare(schedule, folder)
+        prepare(schedule, folder)
         switch(aborts)
         with _log_of(folder, schedule, target.cfg, target.name, limits, baseline=False) as event_log:
-            end = _Play(target, scenario, schedule, folder, event_log, aborts, limits, say).follow()
+            end = _Run(target, scenario, schedule, folder, event_log, aborts, limits, say).run_to_end()
             _write_end(event_log, end, aborts)
-        return _reported(folder)
+        return reported(folder)
 
 
 def scenario_of(schedule: Schedule) -> Scenario:
@@ -170,35 +133,6 @@ def scenario_of(schedule: Schedule) -> Scenario:
     if schedule.scenario not in SCENARIOS:
         raise ConfigError(f"there is no scenario {schedule.scenario!r}", hint=f"known: {', '.join(SCENARIOS)}")
     return SCENARIOS[schedule.scenario]
-
-
-def schedule_at(path: Path) -> Schedule:
-    """The schedule of a folder of results, or in a file. Raises ConfigError."""
-    file = path / SCHEDULE if path.is_dir() else path
-    try:
-        return Schedule.from_json(read_limited(file, _MOST_BYTES).decode(), FAULTS)
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"no schedule can be read from {file}: {e}",
-                          hint="name a folder that `elastic-rl chaos run` has written, or its schedule.json") from e
-
-
-def _require_new(folder: Path) -> None:
-    """Raises ConfigError for a folder that has results, or anything else that is no run's."""
-    if (folder / EVENTS).exists() or (folder / BASELINE).exists():
-        raise ConfigError(f"{folder} has the results of a run", hint="name another folder with --out")
-    if folder.is_dir() and (others := [path.name for path in folder.iterdir() if path.name not in _BEFORE_A_RUN]):
-        raise ConfigError(f"{folder} is not empty: it has {min(others)}", hint="name a new folder with --out")
-
-
-def shown(schedule: Schedule) -> Schedule:
-    """The schedule as it is kept: others read the folder of a run. Secrets among its settings are to be given again."""
-    return replace(schedule, settings=tuple(map(secrets.redacted_setting, schedule.settings)))
-
-
-def _prepare(schedule: Schedule, folder: Path) -> None:
-    """Writes what a run begins with into its folder, in which no other one runs. Raises as ``_require_new``."""
-    _require_new(folder)
-    replace_file(folder / SCHEDULE, shown(schedule).to_json(), private=True)
 
 
 def _run_own(scenario: Scenario, schedule: Schedule, folder: Path, aborts: AbortSwitch, say: Say, *, baseline: bool
@@ -214,7 +148,7 @@ def _run_own(scenario: Scenario, schedule: Schedule, folder: Path, aborts: Abort
         limits = Limits(scenario.overlap, late=scenario.late)
         with _log_of(folder, schedule, cfg, scenario.tier.value, limits, baseline=baseline) as event_log:
             with make(cfg, say=say, on_leftover=lambda what: event_log.write(Kind.LEFTOVER, what=what)) as target:
-                end = _Play(target, scenario, schedule, folder, event_log, aborts, limits, say).follow()
+                end = _Run(target, scenario, schedule, folder, event_log, aborts, limits, say).run_to_end()
             for at, notice in notices:
                 event_log.write(Kind.NOTIFICATION, at=at, **asdict(notice))
             _write_end(event_log, end, aborts)
@@ -236,7 +170,7 @@ def _log_of(folder: Path, schedule: Schedule, cfg: Config, target: str, limits: 
             Kind.RUN, form=FORM, scenario=schedule.scenario, seed=schedule.seed, target=target, baseline=baseline,
             schedule=json.loads(shown(schedule).to_json()), arguments=[*limits.arguments], recovery_s=limits.recovery_s,
             settings=secrets.redacted(cfg.model_dump(mode="json")),
-            versions=_versions(), commit=_commit(), traffic=[*traffic],
+            versions=versions(), commit=commit(), traffic=[*traffic],
             must_see=must_see(schedule, own=target in OWN_TARGETS,
                               compared=cfg.deterministic and (folder / BASELINE).exists()),
             floor={"steps": scenario.floor_steps, **({"answers": scenario.floor_answers} if traffic else {})})
@@ -245,29 +179,8 @@ def _log_of(folder: Path, schedule: Schedule, cfg: Config, target: str, limits: 
         event_log.close()
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
-
-
-def _commit() -> str:
-    """The commit of the checkout that this package is of; "" where it is of none."""
-    root = Path(__file__).resolve().parents[1]
-
-    def asked(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, encoding="utf-8", check=False)
-        return done.stdout.strip() if not done.returncode else ""
-
-    # An installed package may be below a checkout of something else.
-    return asked("describe", "--always", "--dirty") if which("git") and asked("rev-parse", "--show-toplevel") == str(
-        root) else ""
-
-
 # -- one run -----------------------------------------------------------------------------------------------------------
-class _Play:
+class _Run:
     """One run of a job under a schedule, on a target whose job was submitted."""
 
     def __init__(self, target: Target, scenario: Scenario, schedule: Schedule, folder: Path, event_log: EventLog,
@@ -284,7 +197,7 @@ class _Play:
         self._secret = target.cluster_keys.submission("")
         """Prefix of the keys that have the environment of whoever submitted a job, sealed."""
 
-    def follow(self) -> dict[str, Any]:
+    def run_to_end(self) -> dict[str, Any]:
         """Returns when the run has ended, with what the last record of the log says of it. Where etcd is away by then,
         only what etcd alone has is missing."""
         target = self._target
@@ -292,12 +205,12 @@ class _Play:
         observer = Observer(target.info.etcd_endpoints, f"{ROOT}/", since, self._on_change,
                             log=self._folder / "observer.log", access=target.cluster.here.etcd,
                             on_gap=self._on_gap)
-        steps = _Steps(target, self._log)
+        steps = StepCopier(target, self._log)
         # What the run takes and keeps is judged where nothing begins again, on a cluster that nobody else uses.
         samples = [(self._sample_store, _SAMPLE_S), (self._sample_processes, _SAMPLE_S)] if (
             target.own and (not self._schedule.strikes or self._schedule.calm_steps >= FEWEST_STEPS)) else []
-        pollers = [_Poller(poll, every_s) for poll, every_s in (
-            (steps.poll, _POLL_S), (_Events(target, self._log).poll, _POLL_S), *samples)]
+        pollers = [Poller(poll, every_s) for poll, every_s in (
+            (steps.poll, _POLL_S), (EventCopier(target, self._log).poll, _POLL_S), *samples)]
         mark: int | None = None
         try:
             self._begin_traffic(changes=False)
@@ -332,6 +245,8 @@ class _Play:
 
     def _end_changes(self) -> None:
         """What clients change may leave the job short of something for a moment."""
+        if self._changing:
+            self._say("waiting for the clients to end what they change")
         while self._changing:
             self._finish(self._changing.pop().close)
 
@@ -341,9 +256,9 @@ class _Play:
             finish()
         except Exception as e:
             log.exception("at the end of the run")
-            self._problems.append(e.message if isinstance(e, ElasticRLError) else f"{type(e).__name__}: {e}")
+            self._problems.append(str(e) if isinstance(e, ElasticRLError) else f"{type(e).__name__}: {e}")
 
-    def _await_return(self, steps: _Steps) -> None:
+    def _await_return(self, steps: StepCopier) -> None:
         """Waits, before the job is asked to stop, until all that it runs on is back and it has made a further step, or
         for as long as a recovery may take: what is short then is found by the checkers."""
         since, until, done, said = time.time(), time.monotonic() + self._limits.recovery_s, steps.done, False
@@ -368,7 +283,7 @@ class _Play:
                 traffic = WORKLOADS[name].make(self._target, self._schedule.seed + n, self._log).start()
                 (self._changing if changes else self._traffic).append(traffic)
 
-    def _inject(self, steps: _Steps) -> None:
+    def _inject(self, steps: StepCopier) -> None:
         """Returns when the run is to end, with all undone that faults have left."""
         injector = self._injector()
         injector.start()
@@ -377,6 +292,8 @@ class _Play:
         finally:
             injector.end()
             injector.join(_END_S)
+            if injector.is_alive():
+                self._problems.append(f"a fault has not ended {_END_S:g} s after the run")
             left = [f"not undone: {what}" for what in undo_all(self._folder).failed]
             try:
                 self._target.heal()
@@ -396,12 +313,12 @@ class _Play:
         context = target.context(UndoRegistry(self._folder))
         guard = self._limits.guard(context) if self._limits.guard else lambda name, fault: fault
         return FaultInjector(
-            context, _FaultRecords(self._log, RunLog(LineFile(target.paths.faults)), self._say),
+            context, FaultLog(self._log, RunLog(LineFile(target.paths.faults)), self._say),
             plan_of(self._schedule, guard)(context, self._schedule.steps),
             *(paths.steps for paths in target.folders), overlap=self._limits.overlap,
             heal_timeout_s=self._limits.recovery_s)
 
-    def _await_end(self, injector: FaultInjector, steps: _Steps) -> None:
+    def _await_end(self, injector: FaultInjector, steps: StepCopier) -> None:
         """Returns when the job has ended, the time of a run by time is over, or the run is aborted."""
         length_s, began_s = self._schedule.minutes * 60.0, None
         newest, progress_s = steps.newest, time.monotonic()
@@ -464,7 +381,9 @@ class _Play:
             self._presence.see({"at": time.time(), **change})
         if change["key"].startswith(self._target.observed) and not change["key"].startswith(self._secret):
             of_job = change["key"].startswith(self._target.cluster_keys.jobs_prefix())
-            self._log.write(Kind.CHANGE, **(_without_seal(change) if of_job else change))
+            if change["key"] == self._target.keys.job_spec():
+                change = without_secrets(change)
+            self._log.write(Kind.CHANGE, **(without_seal(change) if of_job else change))
 
     def _sample_processes(self) -> None:
         for sample in self._sampler.processes():
@@ -472,18 +391,6 @@ class _Play:
 
     def _sample_store(self) -> None:
         self._log.write(Kind.STORE, **self._sampler.store())
-
-
-def _without_seal(change: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The change of a job's record with a digest in the place of its sealed settings: whoever gets the secret of the
-    cluster later is not to read them in a log."""
-    try:
-        record = json.loads(change["value"])
-        sealed = record["settings"]
-    except (ValueError, TypeError, KeyError):
-        return change
-    digest = f"sha256:{hashlib.sha256(str(sealed).encode()).hexdigest()}" if sealed else ""
-    return {**change, "value": json.dumps({**record, "settings": digest})}
 
 
 def _answered(read: Callable[[], T], until: float) -> T | None:
@@ -515,111 +422,3 @@ def _end_observer(observer: Observer, mark: int | None) -> None:
             observer.await_revision(mark)
     finally:
         observer.close()
-
-
-class _FaultRecords:
-    """Takes the injector's records: for the log of this run, and for the report of the job."""
-
-    def __init__(self, event_log: EventLog, run_log: RunLog, say: Say) -> None:
-        self._log, self._run_log, self._say = event_log, run_log, say
-
-    def write(self, kind: str, **fields: Any) -> None:
-        self._log.write(Kind.FAULT, **fields, **FAULTS[fields["name"]].fields)
-        self._run_log.write(kind, **fields)
-        took = (f"healed after {fields['healed_at'] - fields['injected_at']:.1f} s" if fields["healed_at"] else
-                fields["problem"])
-        self._say(f"step {fields['step']}: {fields['name']} of {fields['target'] or 'nothing'}: {took}")
-
-
-class _Steps:
-    """Copies the records of the run's steps as they are written, on whichever host, in the order of their times. Those
-    of before the run are left out."""
-
-    def __init__(self, target: Target, event_log: EventLog) -> None:
-        self._log, self.newest, self.done = event_log, 0, 0
-        self._offsets = {path: path.stat().st_size if not target.own and path.exists() else 0
-                         for path in (paths.steps for paths in target.folders)}
-
-    def poll(self) -> None:
-        found = [record for path in self._offsets for record in self._new(path) if record.pop("kind") == "step"]
-        for record in sorted(found, key=lambda record: float(record["at"])):
-            self._log.write(Kind.STEP, **record)
-            self.newest = int(record["step"])
-            self.done += 1
-
-    def _new(self, path: Path) -> list[dict[str, Any]]:
-        with suppress(FileNotFoundError), path.open("rb") as file:
-            file.seek(self._offsets[path])
-            whole, newline, _ = file.read().rpartition(b"\n")
-            self._offsets[path] += len(whole) + len(newline)
-            return [*parse_lines(whole.decode(errors="replace").splitlines())]
-        return []
-
-
-class _Events:
-    """Copies the events of the job and of its cluster, each once."""
-
-    def __init__(self, target: Target, event_log: EventLog) -> None:
-        self._target, self._log, self._since = target, event_log, 0.0 if target.own else time.time()
-        self._seen = set[str]()
-
-    def poll(self) -> None:
-        for keys in (self._target.keys, self._target.cluster_keys):
-            for event in events.back_to(self._target.reader, keys, self._is_known):
-                if not self._is_known(event):
-                    self._seen.add(event.id)
-                    self._log.write(Kind.EVENT, at=event.at, seen_at=time.time(), id=event.id, name=event.kind,
-                                    subject=event.subject, severity=event.severity.value, message=event.message)
-
-    def _is_known(self, event: Event) -> bool:
-        return event.id in self._seen or event.at < self._since
-
-
-class _Poller:
-    """Calls a function again and again from a thread of its own, and once more at the end. What cannot be read now is
-    left out; ``close`` raises any other error, which has ended it."""
-
-    def __init__(self, poll: Callable[[], None], every_s: float) -> None:
-        self._poll, self._every_s, self._closing = poll, every_s, threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="poller", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join(_END_S)
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        while True:
-            last = self._closing.is_set()
-            try:
-                self._poll()
-            except (ElasticRLError, OSError) as e:
-                log.debug("not read: %s", e)
-            except BaseException as e:  # for whoever closes it
-                self._error = e
-                return
-            if last:
-                return
-            self._closing.wait(self._every_s)
-
-
-# -- what is made of a run ---------------------------------------------------------------------------------------------
-def outcome_of(folder: Path) -> Outcome:
-    """The outcome of the run whose results are in a folder, by its log and its baseline alone. Raises ValueError for a
-    file that is no log."""
-    return _outcome(folder, report.read(folder))
-
-
-def _reported(folder: Path) -> Outcome:
-    """The outcome of a run, whose report is written into its folder."""
-    return _outcome(folder, report.write(folder))
-
-
-def _outcome(folder: Path, judged: Judged) -> Outcome:
-    wrong = [str(violation) for verdict in judged.verdicts for violation in verdict.violations]
-    kept, unseen = ([verdict.rule for verdict in judged.verdicts if verdict.state is state]
-                    for state in (State.KEPT, State.UNSEEN))
-    return Outcome(folder, wrong, str((judged.run.end or {}).get("aborted") or ""), kept, unseen)

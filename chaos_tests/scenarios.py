@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from chaos_tests import growth
 from chaos_tests.faults.catalogue import FAULTS, WEIGHTS, Need, weights
 from chaos_tests.nemesis.schedule import Schedule, Strike, drawn, drawn_by_time
 from chaos_tests.validate.growth import FEWEST_STEPS
@@ -31,10 +30,11 @@ class Pace:
     """Times between strikes, in one unit: steps in a run by steps, seconds in one by time."""
 
     before: int
-    """Without a strike at the begin, and ``after`` at the end, in which the run recovers."""
+    """From the begin to the first strike, at least."""
     apart: int
     """From one strike to the next, at least."""
     after: int
+    """From the last strike to the end, at least, in which the run recovers."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Scenario:
         steps, minutes = (steps, minutes) if steps or minutes else (self.steps, self.minutes)
         weights = {name: weight for name, weight in self.faults.items() if only is None or name in only}
         if not count:
-            framed = self.framed_by and faults is None and steps >= FEWEST_STEPS + 2 * _FRAME_STEPS
+            framed = self.framed_by and faults is None and steps >= FEWEST_STEPS + 4 * _FRAME_STEPS
             strikes = [Strike(at, (self.framed_by,)) for at in (_FRAME_STEPS, steps - _FRAME_STEPS)] if framed else []
             found = Schedule(seed, 0 if minutes else steps, tuple(strikes), minutes)
         elif minutes:
@@ -126,7 +126,7 @@ def must_see(schedule: Schedule, *, own: bool, compared: bool = False) -> list[s
              *(_OF_OWN_FAULTS if own and schedule.strikes else ()), *(("I7",) if compared else ())]
     if SCENARIOS[schedule.scenario].tier is Tier.TEST_HOSTS:
         rules = [rule for rule in rules if rule not in _OF_ENGINES]
-    if own and schedule.calm_steps >= FEWEST_STEPS:
+    if own and SCENARIOS[schedule.scenario].framed_by and schedule.calm_steps >= FEWEST_STEPS:
         rules.append(GROWTH)
     return rules
 
@@ -137,6 +137,14 @@ _SMALL: Mapping[str, Any] = {
     "algorithm.entropy_coef": 0.01, "trainer.tensor_parallel": 1, "trainer.data_parallel": 1, "coordinator.replicas": 2}
 """A job that a machine of two cores trains while its parts are killed: a fifth of a second a step. Each step changes
 its weights, by the entropy also where no sample has a reward: else no log-prob tells a version from the one before."""
+_TINY: Mapping[str, Any] = {
+    "sft.max_steps": 0, "rollout.engines": 1, "train.prompts_per_step": 2, "train.group_size": 2,
+    "train.updates_per_step": 1, "train.eval_every_steps": 1_000_000, "trainer.tensor_parallel": 1,
+    "trainer.data_parallel": 1, "coordinator.replicas": 2, "coordinator.max_events": 200,
+    "coordinator.max_step_metrics": 200, "model.hidden_size": 32, "model.intermediate_size": 64, "model.num_layers": 1,
+    "model.num_heads": 2, "model.num_kv_heads": 1}
+"""The job whose steps are as short as steps can be: a third of a second on two free cores. What etcd keeps of the
+newest steps and events is so little that it stops growing in the warm-up."""
 _STRUCK = {name: entry.strikes for name, entry in FAULTS.items()}
 _EVERY, _OF_HOSTS = (weights(frozenset(Need) - {other}) for other in (Need.TEST_HOSTS, Need.ONE_HOST))
 _ANY_SCHEDULE = ("engine_killed", "trainer_rank_killed", "trainer_rank_stopped", "rollout_killed", "advantages_killed",
@@ -162,9 +170,9 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("soak", "the quick start's job for 30 minutes with a fault every 28 seconds", {}, minutes=30.0, count=64,
              faults=WEIGHTS, steps_per_minute=60.0, pace=Pace(5, 6, 60), pace_s=Pace(30, 12, 120), overlap=3,
              baseline=True, traffic=_LIGHT, floor_answers=400),
-    Scenario("growth", "many steps of a tiny job, in which nothing may grow with the steps; its run is lost near the "
-             "begin and near the end, and must be back as soon", growth.SETTINGS, steps=20_000, steps_per_minute=150.0,
-             framed_by="run_killed"),
+    Scenario("growth", "many steps of a tiny job, in which nothing may grow with the steps; all that it runs on is "
+             "lost near the begin and near the end, and must be back as soon", _TINY, steps=20_000,
+             steps_per_minute=150.0, framed_by="raylet_killed"),
     Scenario("async", "a fully asynchronous job whose groups are generated beside its steps",
              {**_SMALL, "train.schedule": "fully_async", "train.max_staleness": 2}, minutes=5.0,
              count=6, faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=30.0,

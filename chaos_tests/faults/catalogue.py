@@ -13,6 +13,7 @@ from elastic_rl.config.groups import ACTOR
 from elastic_rl.faults import clock, ptrace, states
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.etcd import CompactedPastWatcher, EtcdPulsed, ForeignRecords
+from elastic_rl.faults.finding import ETCD
 from elastic_rl.faults.hosts import (
     EtcdQuorumStopped,
     HostApart,
@@ -85,6 +86,8 @@ class Need(StrEnum):
     ONE_HOST = "one_host"
     """The processes of the job are this host's, which finds them by its files. All faults have it that have not the
     next one."""
+    OWN_CLUSTER = "own_cluster"
+    """The cluster is made for the run: the fault destroys what nobody could give back to somebody else's."""
     TEST_HOSTS = "test_hosts"
     """The cluster is on test hosts (``target_hosts``), of which the context of the faults knows."""
 
@@ -167,9 +170,9 @@ _OF_MEMBERS = frozenset({Part.ENGINES, Part.TRAINER, Part.ROLES, Part.DRIVER})
 """Parts whose processes are members of the job."""
 
 
-def _struck(part: str, way: Way, strikes: Part, what: str, *, weight: float = 0.5, state: states.State | None = None,
-            needs: Set[Need] = frozenset(), takes_all: bool = False, also: Set[Part] = frozenset(),
-            repaired_unseen: bool = False) -> Entry:
+def _struck(part: str, way: Way, strikes: Part, what: str, *, weight: float = 0.5,
+            state: states.VictimState | None = None, needs: Set[Need] = frozenset(), takes_all: bool = False,
+            also: Set[Part] = frozenset(), repaired_unseen: bool = False) -> Entry:
     seconds = 0.0 if way.ends else _BEYOND_LEASE_S
     traced = {Need.CLOCK} if way in _CLOCKS else {Need.PTRACE} if way in (Way.EXITED, Way.GIL_HELD) else set()
     loses = PROCESS_KINDS[part].component if way.ends and strikes in _OF_MEMBERS else ""
@@ -199,7 +202,7 @@ _PARTS_LOST: Mapping[str, Entry] = {
     "coordinator_killed": Entry(CoordinatorKilled, Part.COORDINATORS, "kill -9 of the coordinator that leads", 2.0,
                                 recovers_without_step=True),
     "dcs_killed": Entry(DcsNodeKilled, Part.DCS, "kill -9 of the job's DCS node on this host", 2.0),
-    "etcd_killed": Entry(lambda c: ServiceKilled(c, "etcd-0"), Part.ETCD, "kill -9 of etcd, which restarts on its data",
+    "etcd_killed": Entry(lambda c: ServiceKilled(c, ETCD), Part.ETCD, "kill -9 of etcd, which restarts on its data",
                          takes_all=True, also=frozenset({Part.DRIVER})),
     "etcd_stopped": Entry(lambda c: EtcdStopped(c, _ETCD_AWAY_S), Part.ETCD,
                           f"SIGSTOP of etcd for {_ETCD_AWAY_S:g} s: connections stay, nothing answers, and a host that "
@@ -252,7 +255,8 @@ _OTHERS: Mapping[str, Entry] = {
     "coordinator_clock_set_back": _struck("coordinator", Way.CLOCK_SET_BACK, Part.COORDINATORS,
                                           "the wall clock of the leading coordinator is an hour behind"),
     "coordinator_clock_set_ahead": _struck("coordinator", Way.CLOCK_SET_AHEAD, Part.COORDINATORS,
-                                           "the wall clock of the leading coordinator is an hour ahead"),
+                                           "the wall clock of the leading coordinator is an hour ahead: silences "
+                                           "end early", needs={Need.OWN_CLUSTER}),
     "host_agent_clock_set_back": _struck("host_agent", Way.CLOCK_SET_BACK, Part.HOSTS,
                                          "the wall clock of the active host agent is an hour behind"),
     "driver_clock_set_ahead": _struck("driver", Way.CLOCK_SET_AHEAD, Part.DRIVER,
@@ -296,10 +300,10 @@ _OTHERS: Mapping[str, Entry] = {
                                      needs=frozenset({Need.DISK}), takes_replica=False),
     "chunk_bits_flipped": Entry(lambda c: ChunksDamaged(c, torn=False), Part.DCS,
                                 "a bit of each chunk on disk flips while the node is down; an engine reads them", 0.5,
-                                needs=frozenset({Need.DISK}), also=frozenset({Part.ENGINES})),
+                                needs=frozenset({Need.DISK, Need.OWN_CLUSTER}), also=frozenset({Part.ENGINES})),
     "chunks_torn": Entry(lambda c: ChunksDamaged(c, torn=True), Part.DCS,
                          "each chunk on disk loses its end while the node is down; an engine reads them", 0.5,
-                         needs=frozenset({Need.DISK}), also=frozenset({Part.ENGINES})),
+                         needs=frozenset({Need.DISK, Need.OWN_CLUSTER}), also=frozenset({Part.ENGINES})),
     _ETCD_SLOW: Entry(lambda c: EtcdPulsed(c, _ETCD_SLOW, seconds=_PULSES_S, stopped_s=0.15, running_s=0.1,
                                            loses_answers=False), Part.ETCD,
                       "etcd is stopped for moments, as by a disk whose fsync is slow", 0.5, slows=True),
@@ -372,10 +376,11 @@ _OF_HOSTS: Mapping[str, Entry] = {
 FAULTS: Mapping[str, Entry] = {**_PARTS_LOST, **_OTHERS, **_OF_HOSTS}
 
 
-def met(cfg: Config, *, hosts: bool = False) -> frozenset[Need]:
+def met(cfg: Config, *, hosts: bool = False, own: bool = True) -> frozenset[Need]:
     """The needs that are met where this process strikes a job with these settings on this machine. ``hosts``: whether
-    its cluster is on test hosts."""
+    its cluster is on test hosts. ``own``: whether its cluster is made for the run."""
     return frozenset({Need.OUTSIDE, Need.TEST_HOSTS if hosts else Need.ONE_HOST,
+                      *({Need.OWN_CLUSTER} if own else ()),
                       *({Need.PTRACE} if ptrace.allowed() else ()),
                       *({Need.CLOCK} if clock.possible() else ()), *({Need.DISK} if cfg.dcs.disk_bytes else ())})
 

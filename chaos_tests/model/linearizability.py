@@ -45,7 +45,7 @@ class Undecided(Exception):
 
 
 @dataclass(frozen=True)
-class Violation:
+class UnexplainedHistory:
     """A key whose history no order explains."""
 
     key: str
@@ -68,7 +68,7 @@ def _line(o: Operation) -> str:
     return f"[{o.began_s:.3f}, {end}] {o.client} {o.call}({o.argument!r}){result}"
 
 
-def check(model: Model[S], history: Iterable[Operation], *, max_tried: int = MAX_TRIED) -> list[Violation]:
+def check(model: Model[S], history: Iterable[Operation], *, max_tried: int = MAX_TRIED) -> list[UnexplainedHistory]:
     """The keys whose operations cannot be put in order, each with why. Raises Undecided where ``max_tried`` states of a
     key were tried in vain, and ValueError for an operation that ends before it begins."""
     by_key = defaultdict[str, list[Operation]](list)
@@ -125,7 +125,7 @@ class _Search(Generic[S]):
     """Answer, state and those ahead of it, from which no order explains the rest → the unknown ones that had come: with
     more of them gone there is none either, since none of those needs to happen."""
 
-    def run(self) -> Violation | None:
+    def run(self) -> UnexplainedHistory | None:
         answers, budget = self._answers(), min(_FIRST_BUDGET, self.max_tried)
         while True:
             # Either order finds what the other one finds, and where one gets lost the other one mostly does not.
@@ -136,7 +136,7 @@ class _Search(Generic[S]):
                 raise Undecided(f"{self.key}: {len(self.operations)} operations, {budget} states tried in vain")
             budget = min(8 * budget, self.max_tried)
 
-    def _search(self, answers: Sequence[_Answer], budget: int, *, eager: bool) -> Violation | None:
+    def _search(self, answers: Sequence[_Answer], budget: int, *, eager: bool) -> UnexplainedHistory | None:
         """``eager``: whether operations without answers are tried first: they have mostly happened when they were
         called. Else they are tried last: to explain what nothing else does. Raises Undecided."""
         begin = _Frame(None, None, 0, 0, self.model.initial, frozenset[int](), 0)
@@ -213,11 +213,11 @@ class _Search(Generic[S]):
                 under_way[number] = None
         return found
 
-    def _violation(self, longest: _Frame[S], answer: _Answer) -> Violation:
+    def _violation(self, longest: _Frame[S], answer: _Answer) -> UnexplainedHistory:
         order, frame = list[Operation](), longest
         while frame.before is not None and frame.came is not None:
             order.append(frame.came)
             frame = frame.before
         came = longest.ahead | {number for nth, number in enumerate(self._unknown) if longest.unknown >> nth & 1}
         open_ = [answer.operation, *answer.under_way, *self._unknown[:answer.unknown]]
-        return Violation(self.key, order[::-1], [self.operations[n] for n in sorted(open_) if n not in came])
+        return UnexplainedHistory(self.key, order[::-1], [self.operations[n] for n in sorted(open_) if n not in came])

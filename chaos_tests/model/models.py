@@ -25,7 +25,7 @@ MODELS: Mapping[str, Judge] = MappingProxyType({
     CATALOG: Judge("I3", catalog.Catalog()),
     TERMS: Judge("I1", terms.Terms()),
     ASSIGNMENT: Judge("I1", assignment.Assignment()),
-    OPERATION: Judge("I10", operation.CreatedOnce()),
+    OPERATION: Judge("I10", operation.LongRunningOperation()),
     NUMBER: Judge("I1", number.VersionedNumber()),
     POOL: Judge("I1", number.VersionedNumber(rewritten=True)),
     CREATED: Judge("I10", created.CreatedOnce()),

@@ -34,7 +34,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class CreatedOnce:
+class LongRunningOperation:
     """However often it is created, there is one operation, with one id. It runs until the leader or a client ends it;
     an end is final, and only what has ended may be deleted."""
 

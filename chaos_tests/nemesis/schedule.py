@@ -35,8 +35,8 @@ class Strike:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The last strike comes early enough that the run recovers before its end, which is what its final state is read
-    after."""
+    """What reproduces a run: its scenario, seed and length, and which faults happen when. The last strike comes early
+    enough that the run has recovered when its final state is read."""
 
     seed: int
     """The seed from which the faults are drawn, and that of the job."""

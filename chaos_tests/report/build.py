@@ -14,6 +14,7 @@ from typing import Any
 from chaos_tests.event_log import Event, Records
 from chaos_tests.faults.catalogue import Part
 from chaos_tests.report.html import render
+from chaos_tests.scenarios import SCENARIOS
 from chaos_tests.validate.attribution import began
 from chaos_tests.validate.judge import judge
 from chaos_tests.validate.statistics import Timeline, statistics, timeline
@@ -83,12 +84,14 @@ def reproduce(run: Event) -> str:
         return ""
     length = (["--minutes", f"{schedule['minutes']:g}"] if schedule.get("minutes") else
               ["--steps", str(schedule.get("steps", 0))])
-    faults = sum(len(strike["faults"]) for strike in schedule.get("strikes") or ())
+    scenario, drawn = SCENARIOS.get(str(run["scenario"])), sum(
+        len(strike["faults"]) for strike in schedule.get("strikes") or ())
+    faults = ["--faults", str(drawn)] if scenario is None or scenario.faults or not drawn else []  # else its own
     chosen = schedule.get("baseline")
     baseline = [] if chosen is None else ["--baseline" if chosen is True else "--no-baseline"]
     settings = filter(_is_setting, map(str, schedule.get("settings") or ()))
     return shlex.join(["elastic-rl", "chaos", "run", "--scenario", str(run["scenario"]), "--seed", str(run.get("seed")),
-                       *length, "--faults", str(faults), *baseline, *settings, *arguments(run)])
+                       *length, *faults, *baseline, *settings, *arguments(run)])
 
 
 def arguments(run: Event) -> list[str]:

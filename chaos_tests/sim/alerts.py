@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from chaos_tests.sim.violation import Violation
+from chaos_tests.sim.violation import RuleViolated
 from elastic_rl.config import AlertConfig, Config
 from elastic_rl.coordinator.alerts import rules
 from elastic_rl.coordinator.alerts.controller import AlertController
@@ -392,8 +392,8 @@ _EPISODE_S = 14.0
 
 
 def run(seed: int) -> AlertSimulation:
-    """Faults come and go while leaders and receivers fail; raises Violation where a notice is missing, comes in a wrong
-    order, or passes the rate limit."""
+    """Faults come and go while leaders and receivers fail; raises RuleViolated where a notice is missing, comes in a
+    wrong order, or passes the rate limit."""
     sim = make(seed)
     play(sim, sim.rng.choice([60, 200]))
     check_order_and_rate(sim)
@@ -485,4 +485,4 @@ def check_all_delivered(sim: AlertSimulation) -> None:
 def _require(holds: bool, otherwise: str) -> None:
     """Every rule of this world is that of alerts, I9."""
     if not holds:
-        raise Violation("I9", otherwise)
+        raise RuleViolated("I9", otherwise)

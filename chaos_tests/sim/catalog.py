@@ -3,7 +3,8 @@ collector, chunk tables of nodes and chunk reader, on the model of etcd. What is
 
 Publishers die at any call, are taken over by a later formation or epoch and go on all the same, leases end, nodes lose
 their memory, bytes change in it and on the way. Whatever the product calls, something else may happen before it.
-``Violation`` is raised where a reader does not get what was published, and where a publisher writes that was replaced.
+``RuleViolated`` is raised where a reader does not get what was published, and where a publisher writes that was
+replaced.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any, cast
 from unittest import mock
 
 from chaos_tests.event_log import Event
-from chaos_tests.sim.store import Interference, Log, ObservedModel, SimClient, SimLease
-from chaos_tests.sim.violation import Violation
+from chaos_tests.sim.store import Interference, Log, ObservedEtcd, SimClient, SimLease
+from chaos_tests.sim.violation import RuleViolated
 from elastic_rl.config import DcsConfig
 from elastic_rl.dcs import fan_out
 from elastic_rl.dcs.catalog import pins, reads
@@ -381,7 +382,7 @@ class CatalogWorld:
     def __init__(self, seed: int, *, disks: bool = False) -> None:
         self.rng, self.now, self.counts = random.Random(seed), 0.0, Counter[str]()
         self.log = Log("versions", seed, clock=lambda: self.now)
-        self.model = ObservedModel(self.log, self._written)
+        self.model = ObservedEtcd(self.log, self._written)
         self.connections = iter(range(1, 1 << 30))
         self.interference = Interference(lambda: self.rng.random() < 0.2, self._anything)
         self.driver = SimClient(self.model, lambda: self.now)
@@ -421,7 +422,7 @@ class CatalogWorld:
         self.collector.sweep([])
         reader = self._pin(None)
         if reader is None or reader.version.number != version.number:
-            raise Violation("I3", f"version {version.number} was published, and is not the head")
+            raise RuleViolated("I3", f"version {version.number} was published, and is not the head")
         self._read(reader)
         self._require_nothing_else_is_kept()
 
@@ -451,7 +452,7 @@ class CatalogWorld:
         """``unneeded``: of the chunks that a node has, those that no version needs."""
         for node in self.nodes:
             if more := unneeded({*node.table._chunks}):
-                raise Violation("I3", f"node {node.name} keeps {len(more)} chunks that no version needs")
+                raise RuleViolated("I3", f"node {node.name} keeps {len(more)} chunks that no version needs")
 
     def _committed(self) -> list[Version]:
         return [version for version in reads.list_versions(self.driver, KEYS, STREAM)
@@ -615,12 +616,12 @@ class CatalogWorld:
             is_away = self._changes > changes or not is_whole  # a node may have the copy, and was not there
             if is_pinned() and not is_away and self._lost.isdisjoint(of_version) and (
                     self.counts["sweeps"] < sweeps + chunk_reader.ROUNDS):
-                raise Violation("I3", f"a reader that pins version {version.number} does not get it: "
-                                      f"{e.message}") from e
+                raise RuleViolated("I3", f"a reader that pins version {version.number} does not get it: "
+                                         f"{e.message}") from e
             raise
         content = int(version.meta["content"])
         if found != {name: weights(content, name) for name in NAMES}:
-            raise Violation("I2", f"a reader got other bytes than those of version {version.number}")
+            raise RuleViolated("I2", f"a reader got other bytes than those of version {version.number}")
         self.counts["read"] += 1
 
     def sent(self, data: memoryview) -> memoryview:
@@ -640,19 +641,19 @@ class CatalogWorld:
             self._committed_at.setdefault(version.number, self._changes)
         if kv.version == 1:
             if version.number <= self._highest:
-                raise Violation("I3", f"number {version.number} was taken twice")
+                raise RuleViolated("I3", f"number {version.number} was taken twice")
             self._highest = version.number
         now = {"epoch": self.model.keys[KEYS.epoch()].version,
                "formation": self.model.keys[KEYS.formation(GROUP)].version}
         if kv.version == 1 or version.state is VersionState.COMMITTED:
             for what, number in now.items():
                 if version.meta[what] not in (0, number):
-                    raise Violation("I1", f"version {version.number} became {version.state} for {what} "
-                                          f"{version.meta[what]} in {what} {number}")
+                    raise RuleViolated("I1", f"version {version.number} became {version.state} for {what} "
+                                             f"{version.meta[what]} in {what} {number}")
 
 
 def run(seed: int, *, disks: bool = False) -> CatalogWorld:
-    """The world after the run of a seed. ``disks``: whether nodes have one. Raises Violation."""
+    """The world after the run of a seed. ``disks``: whether nodes have one. Raises RuleViolated."""
     world = CatalogWorld(seed, disks=disks)
     world.run()
     return world
@@ -665,6 +666,6 @@ def run_with_disks(seed: int) -> CatalogWorld:
 def log(seed: int) -> list[Event]:
     """The log of a run, until a rule was broken."""
     world = CatalogWorld(seed)
-    with suppress(Violation):
+    with suppress(RuleViolated):
         return world.run()
     return world.log.end()

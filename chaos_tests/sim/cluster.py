@@ -3,8 +3,8 @@ and a model of etcd, all under one virtual clock and one seed (``election``). Wh
 own code: the election, ``cluster_pass`` and the state machines behind it, ``duties``, the restart policy.
 
 Processes are killed and stopped, hosts are cut off, lose power and are taken back after a notice, services end again
-and again, etcd has no quorum, and messages are lost, late and overtake each other. ``Violation`` is raised at the step
-at which a rule is broken.
+and again, etcd has no quorum, and messages are lost, late and overtake each other. ``RuleViolated`` is raised at the
+step at which a rule is broken.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from chaos_tests.sim.election import CALL_KINDS, TTL_S, ElectionWorld, Model, Node, Process, Replica
-from chaos_tests.sim.violation import Violation
+from chaos_tests.sim.election import CALL_KINDS, TTL_S, ElectionWorld, Node, Process, Replica, SimulatedEtcd
+from chaos_tests.sim.violation import RuleViolated
 from elastic_rl.coordinator import cluster_pass
 from elastic_rl.coordinator.assignments.state_machine import AssignmentLimits
 from elastic_rl.coordinator.cluster_pass import ClusterLimits, ClusterReading, ClusterWrite
@@ -73,7 +73,7 @@ _FAULTS = ("agent", "agent", "pause", "pause", "cut", "cut", "power", "service",
 _HOST_EDGES = {
     (None, HostPhase.JOINING),
     *((before, HostPhase.SUSPECTED) for before in (
-        HostPhase.JOINING, HostPhase.READY, HostPhase.CORDONED, HostPhase.DRAINING)),
+        HostPhase.JOINING, HostPhase.READY, HostPhase.CORDONED, HostPhase.DRAINING, HostPhase.LOST)),
     (HostPhase.SUSPECTED, HostPhase.LOST),
     *((before, after) for before in (HostPhase.JOINING, HostPhase.SUSPECTED, HostPhase.DRAINING) for after in (
         HostPhase.READY, HostPhase.CORDONED)),
@@ -159,7 +159,7 @@ class SimHost:
 class ClusterWorld(ElectionWorld):
     """Runs a cluster until ``END``; everything is healed at ``QUIET_AT``."""
 
-    def __init__(self, seed: int, parallel: int = 1, etcd: Model | None = None) -> None:
+    def __init__(self, seed: int, parallel: int = 1, etcd: SimulatedEtcd | None = None) -> None:
         super().__init__(seed, QUIET_AT, KEYS.leader_prefix())
         self.etcd = etcd or self.etcd
         self.limits, self.parallel = LIMITS, parallel
@@ -192,14 +192,14 @@ class ClusterWorld(ElectionWorld):
         for name in self._jobs():
             state = self._job_state(name)
             if state is None or not state.phase.ended:
-                raise Violation("I11", f"job {name} is {state} at the end")
+                raise RuleViolated("I11", f"job {name} is {state} at the end")
         return self
 
     def _rate(self) -> float:
         return self.rng.uniform(1 - CLOCK_ERROR, 1 + CLOCK_ERROR)
 
     def _fail(self, rule: str, what: str) -> None:
-        raise Violation(rule, f"{self.now:.2f} s: {what}")
+        raise RuleViolated(rule, f"{self.now:.2f} s: {what}")
 
     # -- coordinators --------------------------------------------------------------------------------------------------
     def _start_replica(self, name: str) -> Replica:
@@ -818,7 +818,7 @@ KINDS = CALL_KINDS | frozenset(_FAULTS) | {f"host {phase}" for phase in HostPhas
 
 
 def run(seed: int) -> ClusterWorld:
-    """The world of a seed after its run. Raises Violation where a rule was broken."""
+    """The world of a seed after its run. Raises RuleViolated where a rule was broken."""
     return ClusterWorld(seed, parallel_jobs(seed)).run()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from chaos_tests.sim.violation import Violation
+from chaos_tests.sim.violation import RuleViolated
 from elastic_rl.coordinator.election.protocol import Campaign, ElectionProtocol, ReadCandidates, Wait, leading
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.transaction import Compare, KeyValue, Op
@@ -25,7 +25,7 @@ Process = Generator[float, None, Any]
 """Yields how many seconds it sleeps."""
 
 
-class Model:
+class SimulatedEtcd:
     """Keys under leases, as etcd keeps them; its clock is the simulation's."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class ElectionWorld:
 
     def __init__(self, seed: int, quiet_at: float, candidates: str = "") -> None:
         """``candidates``: prefix of the candidates' keys."""
-        self.now, self.quiet_at, self.rng, self.etcd = 0.0, quiet_at, random.Random(seed), Model()
+        self.now, self.quiet_at, self.rng, self.etcd = 0.0, quiet_at, random.Random(seed), SimulatedEtcd()
         self.candidates = candidates
         self.counts: Counter[str] = Counter()
         """How often each kind of thing has happened."""
@@ -240,7 +240,7 @@ _FAULTS = ("replica paused", "replica cut off", "lease revoked", "leases prolong
 class Simulation(ElectionWorld):
     """Replicas that write whenever they believe that they lead. ``quiet_at``: from then on nothing fails."""
 
-    def __init__(self, seed: int, replicas: int, quiet_at: float, etcd: Model | None = None) -> None:
+    def __init__(self, seed: int, replicas: int, quiet_at: float, etcd: SimulatedEtcd | None = None) -> None:
         super().__init__(seed, quiet_at, ClusterKeys(CLUSTER).leader_prefix())
         self.etcd = etcd or self.etcd
         self.seen = History()
@@ -325,14 +325,14 @@ QUIET_AT_S, END_S = 24.0, 44.0
 
 
 def run(seed: int) -> History:
-    """Raises Violation where a stale leader wrote, or where there is no one leader at the end, when nothing has
+    """Raises RuleViolated where a stale leader wrote, or where there is no one leader at the end, when nothing has
     failed for a while."""
     seen = Simulation(seed, replicas=2 + seed % 3, quiet_at=QUIET_AT_S).run(END_S)
     if seen.faults:
-        raise Violation("I1", seen.faults[0])
+        raise RuleViolated("I1", seen.faults[0])
     if all(at <= END_S - 2 * TTL_S for at, _, _ in seen.applied):
-        raise Violation("I12", "there was no leader at the end")
+        raise RuleViolated("I12", "there was no leader at the end")
     after = {term for at, _, term in seen.applied if at > QUIET_AT_S + 4 * TTL_S}
     if len(after) != 1:
-        raise Violation("I14", f"the leader changed without a cause: {after}")
+        raise RuleViolated("I14", f"the leader changed without a cause: {after}")
     return seen

@@ -4,7 +4,7 @@ and the router's process are left out.
 
 Drivers are killed, and stopped while another begins; the run is moved to another host; Ray is lost; the epoch is ended
 by a global restart; engines of an epoch that is over live on for a while. Whatever the product calls, something else
-may happen before it. ``Violation`` is raised where a request is lost or answered with weights that nobody verified,
+may happen before it. ``RuleViolated`` is raised where a request is lost or answered with weights that nobody verified,
 where engines that serve are ended without a cause, and where a driver writes that was replaced.
 """
 
@@ -19,8 +19,8 @@ from typing import Any, cast
 from unittest import mock
 
 from chaos_tests.event_log import Event
-from chaos_tests.sim.store import Interference, Log, ObservedModel, SimClient
-from chaos_tests.sim.violation import Violation
+from chaos_tests.sim.store import Interference, Log, ObservedEtcd, SimClient
+from chaos_tests.sim.violation import RuleViolated
 from chaos_tests.validate.running import RECOVERY_S
 from elastic_rl.config import ROLLOUT_POOL, Config
 from elastic_rl.coordinator.election.election import Election
@@ -135,7 +135,7 @@ class SimEngine:
             self.requests.clear()
         elif step in (LeaveStep.DONE, LeaveStep.GIVE_UP):
             if self.requests:
-                raise Violation("I6", f"{self.name} left the pool with {len(self.requests)} requests in flight")
+                raise RuleViolated("I6", f"{self.name} left the pool with {len(self.requests)} requests in flight")
             self.world.counts["left"] += 1
             self.record.delete()
             self.end()
@@ -164,8 +164,8 @@ class SimDriver:
         served = [engine for engine in world.alive if engine.ctx.epoch == world.ray_epoch == world.epoch]
         epoch, generation, adopts = driver_main._begin(self.etcd, ctx, name)
         if served and not adopts and world.ray_epoch == epoch - 1 and not world.epoch_was_ended:
-            raise Violation("I12", f"the driver {name} has begun epoch {epoch}, and ends {len(served)} engines "
-                                   "that work")
+            raise RuleViolated("I12", f"the driver {name} has begun epoch {epoch}, and ends {len(served)} engines "
+                                      "that work")
         self.ctx = ctx.model_copy(update={"epoch": epoch, "generation": generation})
         self.writer = FencedWriter.of_driver(self.etcd, KEYS, epoch, generation)
         self.placer = Placer.of(self.ctx, self.etcd)
@@ -177,7 +177,7 @@ class SimDriver:
         world.counts["adopted"] += len(self.engines)
         for engine in self.engines.values():
             if engine.ctx.epoch != epoch:
-                raise Violation("I1", f"a driver of epoch {epoch} adopts {engine.name} of epoch {engine.ctx.epoch}")
+                raise RuleViolated("I1", f"a driver of epoch {epoch} adopts {engine.name} of epoch {engine.ctx.epoch}")
 
     def step(self) -> None:
         """A pass; none where it was stopped in the middle of one, which then goes on."""
@@ -241,7 +241,7 @@ class EngineWorld:
     def __init__(self, seed: int) -> None:
         self.rng, self.now, self.counts = random.Random(seed), 0.0, Counter[str]()
         self.log = Log("engines", seed, cluster=CLUSTER, clock=lambda: self.now)
-        self.model = ObservedModel(self.log, self._written)
+        self.model = ObservedEtcd(self.log, self._written)
         self.interference = Interference(lambda: self.rng.random() < 0.04, self._anything)
         self.named = dict[str, SimEngine]()
         """What Ray has, by full names."""
@@ -297,7 +297,7 @@ class EngineWorld:
                     with self.interference.quiet():
                         self._start_driver()
             if (serving := sum(e.life.state is EngineState.READY for e in self.alive)) < self.desired:
-                raise Violation("I6", f"{serving} of {self.desired} engines serve at the end")
+                raise RuleViolated("I6", f"{serving} of {self.desired} engines serve at the end")
 
     def go_on(self) -> None:
         """Nothing fails, for as long as the validators wait for a recovery, and longer."""
@@ -394,10 +394,10 @@ class EngineWorld:
         serving = [engine for engine in self.alive if engine.url in self.router.listed]
         for engine in serving:
             if engine.ctx.epoch != self.router.epoch:
-                raise Violation("I1", f"the router of epoch {self.router.epoch} sends requests to {engine.name} of "
-                                      f"epoch {engine.ctx.epoch}")
+                raise RuleViolated("I1", f"the router of epoch {self.router.epoch} sends requests to {engine.name} of "
+                                         f"epoch {engine.ctx.epoch}")
             if not engine.life.version:
-                raise Violation("I4", f"{engine.name} is asked, and no version was verified in it")
+                raise RuleViolated("I4", f"{engine.name} is asked, and no version was verified in it")
         if serving and self.rng.random() < 0.8:
             self.rng.choice(serving).requests.append(self.now + self.rng.uniform(1.0, 10.0))
             self.counts["requests"] += 1
@@ -407,7 +407,8 @@ class EngineWorld:
         if kv.key == KEYS.pool_status(ROLLOUT_POOL):
             by, newest = int(PoolStatus.decode(kv.value).message), self.model.keys[KEYS.driver()].version
             if by != newest:
-                raise Violation("I1", f"driver {by} has written the status of the pool, and driver {newest} had begun")
+                raise RuleViolated("I1", f"driver {by} has written the status of the pool, and driver {newest} had "
+                                         "begun")
 
     @contextmanager
     def _ray(self) -> Iterator[None]:
@@ -426,7 +427,7 @@ class EngineWorld:
 
 
 def run(seed: int) -> EngineWorld:
-    """The world after the run of a seed. Raises Violation."""
+    """The world after the run of a seed. Raises RuleViolated."""
     world = EngineWorld(seed)
     world.run()
     return world
@@ -435,8 +436,8 @@ def run(seed: int) -> EngineWorld:
 def log(seed: int) -> list[Event]:
     """The log of a run, which goes on for longer than a pool may lack engines, without a fault."""
     world = EngineWorld(seed)
-    with suppress(Violation):
+    with suppress(RuleViolated):
         world.run()
-    with suppress(Violation):
+    with suppress(RuleViolated):
         world.go_on()
     return world.log.end()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chaos_tests.sim.pipeline import LIMITS, PLAN, RL_KINDS, Actor, Recorder, World
-from chaos_tests.sim.violation import Violation
+from chaos_tests.sim.violation import RuleViolated
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import Fenced
@@ -95,7 +95,7 @@ class AsyncWorld(World):
             self.counts["actor fenced"] += 1
             self.actors.remove(actor)
             if actor.term == self.term:
-                raise Violation("I11", "the newest actor ended") from None
+                raise RuleViolated("I11", "the newest actor ended") from None
 
     def produce(self, actor: AsyncActor) -> Iterator[None]:
         while True:
@@ -113,8 +113,8 @@ class AsyncWorld(World):
                 running = [rollout.ordinal for rollout in actor.running if rollout.ordinal in flow.open]
                 self.counts["rollout of a group that a predecessor's step has consumed"] += len(running) <= bound
                 if self.most_open > bound or len(running) > bound:
-                    raise Violation("I5", f"{self.most_open} groups are open and {running} are generated: {bound} may "
-                                          "be")
+                    raise RuleViolated("I5", f"{self.most_open} groups are open and {running} are generated: {bound} "
+                                             "may be")
             if not self.engines_up:
                 continue
             for rollout in list(actor.running):

@@ -11,7 +11,7 @@ from chaos_tests.sim import alerts, cluster, election
 from chaos_tests.sim.alerts import Died, MemoryEtcd
 from chaos_tests.sim.recorded import RecordedCluster, RecordedElection
 from chaos_tests.sim.store import Log
-from chaos_tests.sim.violation import Violation
+from chaos_tests.sim.violation import RuleViolated
 from chaos_tests.sim.worlds import function_of
 from chaos_tests.validate.attribution import AFTER_S
 from chaos_tests.validate.judge import judge
@@ -35,7 +35,7 @@ def _election(seed: int) -> list[Event]:
 def _cluster(seed: int) -> list[Event]:
     log = Log("cluster", seed, cluster=cluster.KEYS.cluster)
     world = RecordedCluster(seed, log)
-    with suppress(Violation):
+    with suppress(RuleViolated):
         world.run()
     world.close()
     return log.end()

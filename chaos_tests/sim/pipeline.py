@@ -18,7 +18,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from chaos_tests.sim.violation import Violation
+from chaos_tests.sim.violation import RuleViolated
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import audit
@@ -266,7 +266,7 @@ class World:
             return
         self._require_own(trainer, command)
         if self.judges and self.etcd_up and command.term != self.term:
-            raise Violation("I1", f"a command of term {command.term} was executed in term {self.term}")
+            raise RuleViolated("I1", f"a command of term {command.term} was executed in term {self.term}")
         if isinstance(command, Update):
             self.run_update(trainer, command)
         elif isinstance(command, Check):
@@ -281,15 +281,15 @@ class World:
         else:
             assert isinstance(command, ForwardReference)
             if (command.phase, command.step) != (trainer.progress.phase, trainer.progress.step + 1):
-                raise Violation("I5", f"the reference of {command.phase} step {command.step} was asked of a trainer "
-                                      f"at {trainer.progress.phase} step {trainer.progress.step}")
+                raise RuleViolated("I5", f"the reference of {command.phase} step {command.step} was asked of a trainer "
+                                         f"at {trainer.progress.phase} step {trainer.progress.step}")
             self.reference_passes += 1
             self.counts["reference pass"] += 1
             self.done(trainer, command, {})
 
     def _require_own(self, trainer: Trainer, command: Command) -> None:
         if self.judges and command.group != str(trainer.group):
-            raise Violation("I1", f"a command to group {command.group} was taken by group {trainer.group}")
+            raise RuleViolated("I1", f"a command to group {command.group} was taken by group {trainer.group}")
 
     def refuse(self, trainer: Trainer, command: Command, error: StaleSamples) -> None:
         """The actor knows all that the rule goes by but the newest version."""
@@ -298,7 +298,7 @@ class World:
         self.counts["command refused: stale"] += 1
         known = [version for version in error.versions if version <= trainer.policy_version]
         if self.judges and known and not self.trusts_trainer:
-            raise Violation("I5", f"{command} has samples of versions {known}, which the actor should have refused")
+            raise RuleViolated("I5", f"{command} has samples of versions {known}, which the actor should have refused")
         self.answer(command, {"error": "stale", "versions": error.versions})
 
     def run_update(self, trainer: Trainer, command: Update) -> None:
@@ -311,11 +311,11 @@ class World:
         now = self.weights()
         for version in meta.get("versions", ()) if self.judges else ():
             if version not in self.weights_of:
-                raise Violation("I4", f"step {command.step} was trained on samples of version {version}, which there "
-                                      "is not")
+                raise RuleViolated("I4", f"step {command.step} was trained on samples of version {version}, which "
+                                         "there is not")
             if (made_by := self.weights_of[version]) != now[:len(made_by)]:
-                raise Violation("I5", f"step {command.step} was trained on samples of version {version}, whose weights "
-                                      "the trainer went back from")
+                raise RuleViolated("I5", f"step {command.step} was trained on samples of version {version}, whose "
+                                         "weights the trainer went back from")
         trainer.logprob_diff_max = float(any(self.weights_of.get(v) != now for v in meta.get("versions", ())))
         self.counts["samples of several versions"] += len(meta.get("versions", ())) > 1
         self.counts["samples older than the newest version"] += int(meta.get("oldest", 0)) not in (
@@ -494,7 +494,7 @@ class World:
             trainer.gate.claim(1, actor.term)
         except Fenced:
             if actor.term == self.term:
-                raise Violation("I11", "the newest actor was fenced off") from None
+                raise RuleViolated("I11", "the newest actor was fenced off") from None
             raise
         actor.group = trainer.group  # type: ignore[attr-defined]
         p, version, branch = trainer.shown
@@ -513,7 +513,7 @@ class World:
                 return TakenStep(StepGroups.from_groups([queue[o] for o in part.step.ordinals]),
                                  part.step.consumption)
             if (grant := flow.lease()) is None:
-                raise Violation("I11", "a step lacks groups, and the flow grants none")
+                raise RuleViolated("I11", "a step lacks groups, and the flow grants none")
             yield from self.fenced_write(actor, lambda: self.recorder.leased(actor.term, flow.open))
             for group, drop in (yield from self.generate(actor, grant.ordinals, grant.min_version)):
                 if flow.finished(group.ordinal, group.versions, drop) and flow.arrived(group.ordinal):
@@ -587,7 +587,7 @@ class World:
                 raise Lost("the trainer refuses the samples")
             if outcome["error"] == "fenced":
                 if actor.term == self.term:
-                    raise Violation("I11", "the newest actor was fenced off")
+                    raise RuleViolated("I11", "the newest actor was fenced off")
                 raise Fenced("a newer actor")
             raise Lost("the step does not follow")
 
@@ -641,7 +641,7 @@ class World:
             self.counts["actor fenced"] += 1
             self.actors.remove(actor)
             if actor.term == self.term:
-                raise Violation("I11", "the newest actor ended") from None
+                raise RuleViolated("I11", "the newest actor ended") from None
 
     def kill_trainer(self) -> None:
         self.counts["trainer killed"] += 1
@@ -671,7 +671,7 @@ class World:
             self.network.append((self.trainer.group, self.random.choice(self.trainer.queue)))
 
     def run(self) -> Self:
-        """To the end of the job. Raises Violation."""
+        """To the end of the job. Raises RuleViolated."""
         for _ in range(MAX_EVENTS):
             if self.finished:
                 break
@@ -679,7 +679,7 @@ class World:
             if self.judges:
                 self.check_lineage()
         if not self.finished:
-            raise Violation("I11", "the job did not finish")
+            raise RuleViolated("I11", "the job did not finish")
         if self.judges:
             self.check_end()
         return self
@@ -689,34 +689,35 @@ class World:
         sft, rl = ([e for e in self.executed if e.phase == phase] for phase in ("sft", "rl"))
         for made in (sft, rl):
             if [e.step for e in made] != list(range(1, len(made) + 1)):
-                raise Violation("I5", f"steps out of order: {made[0].phase} {[e.step for e in made]}")
+                raise RuleViolated("I5", f"steps out of order: {made[0].phase} {[e.step for e in made]}")
         if rl and (newest := rl[-1]).oldest_version < newest.version_before - self.limits.max_staleness:
-            raise Violation("I5", f"step {newest.step} was trained on samples of version {newest.oldest_version}, "
-                                  f"while {newest.version_before} was out")
+            raise RuleViolated("I5", f"step {newest.step} was trained on samples of version {newest.oldest_version}, "
+                                     f"while {newest.version_before} was out")
 
     def check_end(self) -> None:
         last = self.committed[-1]
         if self.plan.mode == "sft":
             done = [e.step for e in self.executed[:last.lineage] if e.phase == "sft"]
             if last.progress.phase != "sft" or done != list(range(1, self.plan.sft_max_steps + 1)):
-                raise Violation("I11", f"the job ended at {last.progress.phase} step {last.progress.step} after {done}")
+                raise RuleViolated("I11", f"the job ended at {last.progress.phase} step {last.progress.step} after "
+                                          f"{done}")
             if last.policy_version < 1:
-                raise Violation("I11", "the policy was not published")
+                raise RuleViolated("I11", "the policy was not published")
             return
         if last.progress.phase != "rl" or last.progress.step != self.plan.steps:
-            raise Violation("I11", f"the job ended at {last.progress.phase} step {last.progress.step}")
+            raise RuleViolated("I11", f"the job ended at {last.progress.phase} step {last.progress.step}")
         rl = [e for e in self.executed[:last.lineage] if e.phase == "rl"]
         counted = Counter(g for e in rl for g in (*e.trained, *e.dropped))
         if any(n > 1 for n in counted.values()):
-            raise Violation("I5", f"consumed twice: {[g for g, n in counted.items() if n > 1]}")
+            raise RuleViolated("I5", f"consumed twice: {[g for g, n in counted.items() if n > 1]}")
         if sorted(counted) != list(range(len(counted))):
-            raise Violation("I5", f"groups were skipped: {sorted(set(range(max(counted) + 1)) - set(counted))}")
+            raise RuleViolated("I5", f"groups were skipped: {sorted(set(range(max(counted) + 1)) - set(counted))}")
         if any(len(e.trained) != self.plan.groups_per_step for e in rl):
-            raise Violation("I5", "a step was trained on too few groups")
+            raise RuleViolated("I5", "a step was trained on too few groups")
         found = audit([(c.progress.step, c.progress.consumed) for c in self.committed if c.progress.phase == "rl"],
                       groups_per_step=self.plan.groups_per_step)
         if not found.clean:
-            raise Violation("I5", f"the audit is not clean: {found}")
+            raise RuleViolated("I5", f"the audit is not clean: {found}")
         if self.trainer.progress.consumed.groups != IntervalSet.from_values(
                 g for e in rl for g in (*e.trained, *e.dropped)):
-            raise Violation("I5", "the state disagrees with what was executed")
+            raise RuleViolated("I5", "the state disagrees with what was executed")

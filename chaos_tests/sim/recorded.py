@@ -14,7 +14,7 @@ from chaos_tests.model import assignment, models, terms
 from chaos_tests.sim import cluster, election
 from chaos_tests.sim.cluster import SimAgent, SimHost
 from chaos_tests.sim.election import Process, Replica
-from chaos_tests.sim.store import Log, ObservedModel
+from chaos_tests.sim.store import Log, ObservedEtcd
 from elastic_rl.coordinator.cluster_pass import ClusterReading, ClusterWrite
 from elastic_rl.coordinator.election.protocol import ElectionProtocol
 from elastic_rl.etcd.cluster_records import Assignment
@@ -37,7 +37,7 @@ class RecordedElection(election.Simulation):
     def __init__(self, seed: int, log: Log) -> None:
         self._log, self._numbers = log, itertools.count(1)
         self._under_way = dict[ElectionProtocol, Operation]()
-        super().__init__(seed, 2 + seed % 3, election.QUIET_AT_S, ObservedModel(log))
+        super().__init__(seed, 2 + seed % 3, election.QUIET_AT_S, ObservedEtcd(log))
         log.clock = lambda: self.now
         self.spawn(self._read(random.Random(seed)))
 
@@ -105,7 +105,7 @@ class RecordedCluster(cluster.ClusterWorld):
         """Singletons that have had an assignment."""
         self._read_at = dict[str, float]()
         """When the last reading of each host's agent arrived that the history has."""
-        super().__init__(seed, cluster.parallel_jobs(seed), ObservedModel(log))
+        super().__init__(seed, cluster.parallel_jobs(seed), ObservedEtcd(log))
         log.clock = lambda: self.now
 
     def close(self) -> None:

@@ -14,8 +14,8 @@ from typing import Any, cast
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.sim.flow import ASYNC_LIMITS, AsyncWorld
 from chaos_tests.sim.pipeline import LIMITS, PLAN, Recorder, World
-from chaos_tests.sim.store import Log, ObservedModel, SimClient
-from chaos_tests.sim.violation import Violation
+from chaos_tests.sim.store import Log, ObservedEtcd, SimClient
+from chaos_tests.sim.violation import RuleViolated
 from elastic_rl.config import Config, Stream
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
@@ -52,7 +52,7 @@ class StepLog(Recorder):
         self.log = Log(world, seed, clock=lambda: self._now, steps=limits.steps, settings={"mode": "rl", "train": {
             "max_staleness": limits.max_staleness, "prompts_per_step": limits.groups_per_step,
             "schedule": "fully_async" if limits.beside_steps else "sync"}})
-        self.model = ObservedModel(self.log)
+        self.model = ObservedEtcd(self.log)
         self.etcd = SimClient(self.model, lambda: self._now)
         self.records = list[dict[str, Any]]()
         """The records of steps.jsonl."""
@@ -157,7 +157,7 @@ class StepLog(Recorder):
 
 
 def _played(world: World, log: StepLog) -> list[Event]:
-    with suppress(Violation):
+    with suppress(RuleViolated):
         world.run()
     return log.end()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from chaos_tests.event_log import FORM, Event, Kind
 from chaos_tests.history import Operation
-from chaos_tests.sim.election import Model
+from chaos_tests.sim.election import SimulatedEtcd
 from elastic_rl.errors import EtcdUnavailable, LeaseLost
 from elastic_rl.etcd.client import EtcdClient, Page
 from elastic_rl.etcd.transaction import Compare, KeyValue, Op, TxnResult
@@ -49,7 +49,7 @@ class Log:
         return self.events
 
 
-class ObservedModel(Model):
+class ObservedEtcd(SimulatedEtcd):
     """A model of etcd whose changes are observed: each transaction's together, under its revision."""
 
     def __init__(self, log: Log, on_put: Callable[[KeyValue], None] = lambda kv: None) -> None:
@@ -95,7 +95,8 @@ class SimClient(EtcdClient):
     """The client of one process of a world: the product's own client on the model of etcd. ``on_call``: called before
     each call, while which everything else may happen."""
 
-    def __init__(self, model: Model, clock: Callable[[], float], on_call: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, model: SimulatedEtcd, clock: Callable[[], float], on_call: Callable[[], None] = lambda: None
+                 ) -> None:
         self.model, self._now, self.on_call = model, clock, on_call
         self.dead = False
         """Whether its process was killed, or is cut off: no call arrives."""

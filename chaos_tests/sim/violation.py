@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Violation(AssertionError):
+class RuleViolated(AssertionError):
     """A rule of docs/architecture.md was broken. Nothing else that a run raises says so: that is an error of the
     product, or of the world."""
 

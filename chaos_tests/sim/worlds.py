@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 from chaos_tests.sim import alerts, cluster, election, flow, pipeline
 from chaos_tests.sim.flow import ASYNC_LIMITS, AsyncWorld
 from chaos_tests.sim.pipeline import LIMITS, PLAN, World
-from chaos_tests.sim.violation import Violation
+from chaos_tests.sim.violation import RuleViolated
 from elastic_rl.pipeline.sampling.fault_isolation import DropLimit
 
 STEPS = "steps"
@@ -141,7 +141,7 @@ def play(name: str, seeds: Iterable[int], *, until_s: float = float("inf")) -> P
         played.runs += 1
         try:
             found = WORLDS[name].run(seed)
-        except Violation as e:
+        except RuleViolated as e:
             played.failures.append(Failure(name, seed, str(e), e.rule))
         except Exception as e:  # a planted or real bug may raise anything
             played.failures.append(Failure(name, seed, f"{type(e).__name__}: {e}"))

@@ -16,8 +16,8 @@ from support.etcd_server import EtcdServers
 from support.tiers import full
 from support.waiting import wait_until
 
-from chaos_tests.traffic.cluster_changes import Target
-from chaos_tests.traffic.job_clients import PoolSizes
+from chaos_tests.traffic.cluster_changes import ApiTarget
+from chaos_tests.traffic.job_clients import PoolSizeClients
 from chaos_tests.traffic.pool_changes import POOL
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import ROOT, ClusterKeys, Keys
@@ -43,8 +43,8 @@ def test_stale_leader_writes_are_refused_when_leaders_are_killed_and_frozen(
         etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, replicas: Replicas) -> None:
     since = etcd.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
     replicas.start("a", "b")
-    target = Target(replicas.urls, keys.job, AUTH, None)
-    clients = PoolSizes(target, 7, range(1, 61), writes=0.5, pause_s=0.02).start()
+    target = ApiTarget(replicas.urls, keys.job, AUTH, None)
+    clients = PoolSizeClients(target, 7, range(1, 61), writes=0.5, pause_s=0.02).start()
     try:
         clients.more(20)
 

@@ -14,8 +14,8 @@ from support.hosts import TwoNetworks
 from support.waiting import wait_until
 
 from chaos_tests.event_log import Event
-from chaos_tests.traffic.cluster_changes import Target
-from chaos_tests.traffic.job_clients import PoolSizes
+from chaos_tests.traffic.cluster_changes import ApiTarget
+from chaos_tests.traffic.job_clients import PoolSizeClients
 from chaos_tests.traffic.pool_changes import POOL
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
 from elastic_rl.etcd.client import EtcdClient
@@ -71,8 +71,8 @@ def test_partitioned_leader_steps_down_and_its_late_writes_are_refused(
     with far_etcd.connect() as etcd:
         since = etcd.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
         replicas.start("a", "b")
-        target = Target(replicas.urls, keys.job, AUTH, None)
-        clients = PoolSizes(target, 11, range(1, 61), writes=0.5, pause_s=0.02).start()
+        target = ApiTarget(replicas.urls, keys.job, AUTH, None)
+        clients = PoolSizeClients(target, 11, range(1, 61), writes=0.5, pause_s=0.02).start()
         try:
             clients.more(20)
             stale = replicas.leader()

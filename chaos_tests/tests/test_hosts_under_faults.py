@@ -13,7 +13,7 @@ from light_runs import OF_RUNS_WITHOUT_FAULTS, records
 from support.hosts import require_namespaces
 from support.tiers import full, parametrize
 
-from chaos_tests import runner, target_hosts
+from chaos_tests import results, runner, target_hosts
 from chaos_tests.event_log import Kind, read
 from chaos_tests.nemesis.schedule import Schedule, Strike
 from chaos_tests.scenarios import SCENARIOS
@@ -46,7 +46,7 @@ def test_run_on_hosts_is_struck_watched_and_judged(fault: str, folder: Path) -> 
     assert {event["kind"] for event in read(folder / "events.jsonl")} >= {*Kind} - {
         Kind.GAP, Kind.LEFTOVER, Kind.UNANSWERED, *OF_RUNS_WITHOUT_FAULTS}, "a kind that nobody has written"
     assert {"I1", "I2", "I3", "I5", "I8", "I9", "I10", "I11", "I12", "I14"} <= {*outcome.kept}
-    assert runner.outcome_of(folder) == outcome and runner.schedule_at(folder) == schedule
+    assert results.outcome_of(folder) == outcome and results.schedule_at(folder) == schedule
     logs = [path.name for path in (folder / "cluster" / target_hosts.LOGS).rglob("*.log*")]
     assert sum(name.startswith("coordinator-") for name in logs) == target_hosts.HOSTS, "each host's"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from light_runs import OF_RUNS_WITHOUT_FAULTS, goes_on, records
 
-from chaos_tests import runner
+from chaos_tests import results, runner
 from chaos_tests.event_log import Kind, read
 from chaos_tests.nemesis.schedule import Schedule, Strike
 from chaos_tests.scenarios import SCENARIOS
@@ -56,4 +56,4 @@ def test_run_on_an_own_cluster_is_struck_watched_and_judged(tmp_path: Path, monk
     verdicts = {v["rule"]: v["state"] for v in report["verdicts"]}
     assert {verdicts[rule] for rule in ("run", "I1", "I3", "I5", "I8", "I9", "I10", "I11")} == {"kept"}
     assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert runner.outcome_of(folder) == outcome and runner.schedule_at(folder) == schedule
+    assert results.outcome_of(folder) == outcome and results.schedule_at(folder) == schedule

@@ -22,7 +22,7 @@ _PAGE = 1000
 """Most entries of a listing that the API gives at once."""
 
 @dataclass(frozen=True)
-class Target:
+class ApiTarget:
     """Where the clients send their requests. ``urls``: of each coordinator by its name; ``verify``: what trusts them,
     as httpx has it; ``headers``: those of an operator."""
 
@@ -37,7 +37,7 @@ class Target:
 class ClusterCalls:
     """Single calls, which write the history."""
 
-    def __init__(self, target: Target, recorder: Recorder) -> None:
+    def __init__(self, target: ApiTarget, recorder: Recorder) -> None:
         self.target, self.recorder = target, recorder
         self.pool = PoolCalls(recorder, target.headers, target.verify, model=models.POOL)
 

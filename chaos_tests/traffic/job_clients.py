@@ -11,7 +11,7 @@ from functools import partial
 from chaos_tests.event_log import EventLog
 from chaos_tests.model.host_spec import CORDONED, USED
 from chaos_tests.model.operation import ABSENT, FINAL
-from chaos_tests.traffic.cluster_changes import ClusterCalls, Target
+from chaos_tests.traffic.cluster_changes import ApiTarget, ClusterCalls
 from chaos_tests.traffic.traffic import Traffic
 
 _SILENCE_S = 86400.0
@@ -26,7 +26,7 @@ _READINGS = 600
 class JobClients(Traffic):
     """One client a replica."""
 
-    def __init__(self, target: Target, seed: int, *, pause_s: float, log: EventLog | None = None) -> None:
+    def __init__(self, target: ApiTarget, seed: int, *, pause_s: float, log: EventLog | None = None) -> None:
         """``pause_s``: between what a client does, about."""
         super().__init__(log=log)
         self.calls, self._seed, self._pause_s = ClusterCalls(target, self.recorder), seed, pause_s
@@ -49,10 +49,10 @@ class JobClients(Traffic):
         return choose.choice([name for name in self.calls.target.urls if name != replica] or [replica])
 
     def carry_out(self, replica: str, choose: random.Random, path: str, body: dict[str, object] | None, *,
-                  method: str = "POST") -> tuple[str, str]:
+                  method: str = "POST", key: str = "") -> tuple[str, str]:
         """Begins an operation, sending the request twice, and reads it until it has ended. Returns its id and the state
-        that was read last, "" where they are not known. ``path``: below that of the job."""
-        key, begun, state = self.new_key(choose), "", ""
+        that was read last, "" where they are not known. ``path``: below that of the job; ``key``: of the request."""
+        key, begun, state = key or self.new_key(choose), "", ""
         for _ in range(_TRIES):
             begun = self.calls.create(replica, path, body, key, replica, method=method)
             if begun or self.pause(1.0):
@@ -70,10 +70,10 @@ class JobClients(Traffic):
         return f"{self._seed}-{choose.getrandbits(64):x}"
 
 
-class PoolSizes(JobClients):
+class PoolSizeClients(JobClients):
     """Read and write the desired number of the pool."""
 
-    def __init__(self, target: Target, seed: int, sizes: Sequence[int], *, writes: float = 0.2, pause_s: float = 1.0,
+    def __init__(self, target: ApiTarget, seed: int, sizes: Sequence[int], *, writes: float = 0.2, pause_s: float = 1.0,
                  log: EventLog | None = None) -> None:
         """``sizes``: those that are written; where it is the one that is there, nothing changes. ``writes``: their
         share."""
@@ -91,7 +91,7 @@ class HostSpecs(JobClients):
     """Read and change whether hosts are used: mostly they are, so that there is one for what is to run. At the end each
     is."""
 
-    def __init__(self, target: Target, seed: int, *, pause_s: float = 2.0, log: EventLog | None = None) -> None:
+    def __init__(self, target: ApiTarget, seed: int, *, pause_s: float = 2.0, log: EventLog | None = None) -> None:
         super().__init__(target, seed, pause_s=pause_s, log=log)
 
     def act(self, replica: str, choose: random.Random) -> bool:
@@ -112,7 +112,7 @@ class HostSpecs(JobClients):
 class Silences(JobClients):
     """Silence alerts that there are not, sending each request twice, look for the silence, and end it."""
 
-    def __init__(self, target: Target, seed: int, *, pause_s: float = 4.0, log: EventLog | None = None) -> None:
+    def __init__(self, target: ApiTarget, seed: int, *, pause_s: float = 4.0, log: EventLog | None = None) -> None:
         super().__init__(target, seed, pause_s=pause_s, log=log)
 
     def act(self, replica: str, choose: random.Random) -> bool:
@@ -136,7 +136,7 @@ class Silences(JobClients):
 class Requests(JobClients):
     """Begin operations, sending each request twice, and read each until it has ended."""
 
-    def __init__(self, target: Target, seed: int, path: str, what: dict[str, object], *, pause_s: float = 8.0,
+    def __init__(self, target: ApiTarget, seed: int, path: str, what: dict[str, object], *, pause_s: float = 8.0,
                  log: EventLog | None = None) -> None:
         """``path``: below that of the job; ``{engine}`` in it stands for one that is ready. ``what``: body of the
         request."""

@@ -10,7 +10,7 @@ from typing import Self
 
 from chaos_tests.event_log import EventLog
 from chaos_tests.history import Answer, Recorder, Refused, Unknown
-from elastic_rl.errors import ElasticRLError, OutcomeUnknown
+from elastic_rl.errors import DeadlineExceeded, ElasticRLError, OutcomeUnknown
 from elastic_rl.runtime.waiting import wait_until
 
 _MORE_S = 300.0
@@ -67,10 +67,13 @@ class Traffic(ABC):
         self._raise()
 
     def stop(self) -> None:
-        """Returns once its threads have ended."""
+        """Has its threads end. One that does not is an error of ``close``."""
         self._stopping.set()
         for thread in self._threads:
             thread.join(_JOIN_S)
+            if thread.is_alive():
+                self._errors.append(DeadlineExceeded(f"a client of {type(self).__name__} has not ended "
+                                                     f"{_JOIN_S:g} s after it was asked to"))
 
     def close(self) -> None:
         """Ends it. Raises what has ended a worker."""

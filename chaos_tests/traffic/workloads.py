@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from chaos_tests.event_log import EventLog
 from chaos_tests.model import models
 from chaos_tests.target import Target
-from chaos_tests.traffic.cluster_changes import Target as ApiTarget
-from chaos_tests.traffic.job_clients import HostSpecs, PoolSizes, Requests, Silences
+from chaos_tests.traffic.cluster_changes import ApiTarget
+from chaos_tests.traffic.job_clients import HostSpecs, PoolSizeClients, Requests, Silences
 from chaos_tests.traffic.pool_changes import POOL
 from chaos_tests.traffic.registrations import Registrations, own_server
 from chaos_tests.traffic.traffic import Traffic
@@ -48,7 +48,7 @@ def _engines(target: Target) -> int:
 
 
 WORKLOADS: Mapping[str, Workload] = {
-    "pools": Workload(lambda t, seed, log: PoolSizes(_api(t), seed, [_engines(t)], log=log),
+    "pools": Workload(lambda t, seed, log: PoolSizeClients(_api(t), seed, [_engines(t)], log=log),
                       "clients read the desired number of the pool, and write the one that is there", models.POOL),
     "silences": Workload(lambda t, seed, log: Silences(_api(t), seed, log=log),
                          "clients silence alerts that there are not, each request twice, and end the silences",
@@ -58,7 +58,7 @@ WORKLOADS: Mapping[str, Workload] = {
         "clients begin operations that change nothing, each request twice, and follow them", models.OPERATION),
     "watches": Workload(lambda t, seed, log: Watcher(t.reader, t.keys.root, log=log),
                         "a watch of all that etcd has of the job"),
-    "scales": Workload(lambda t, seed, log: PoolSizes(
+    "scales": Workload(lambda t, seed, log: PoolSizeClients(
         _api(t), seed, [_engines(t), _engines(t) + 1], writes=0.05, log=log),
         "clients scale the pool out by one engine, and in again", models.POOL, changes=True),
     "hosts": Workload(lambda t, seed, log: HostSpecs(_api(t), seed, log=log),

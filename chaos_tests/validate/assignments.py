@@ -40,21 +40,22 @@ class LightWrites(Checker):
         self._holders.forget()
 
     def transaction(self, found: Transaction) -> None:
-        for step in found.steps:
-            if step.name.startswith(_ASSIGNMENTS):
-                self._holders.change(step)
-        for step in found.steps:
-            if step.put and step.name.startswith(PREFIX):
-                driver, last = Driver(**step.new), self._last.get(step.scope)
-                self._last[step.scope] = driver
+        for change in found.changes:
+            if change.name.startswith(_ASSIGNMENTS):
+                self._holders.change(change)
+        for change in found.changes:
+            if change.put and change.name.startswith(PREFIX):
+                driver, last = Driver(**change.new), self._last.get(change.scope)
+                self._last[change.scope] = driver
                 self.judged += 1
                 if last is not None:
                     for problem in superseded([last, driver]):
-                        self.violated(f"{step.at()}: {problem}", step.event)
-                now = self._holders.of(ClusterKeys(self._cluster or step.job).assignment(driver_of(step.job)))
+                        self.violated(f"{change.at()}: {problem}", change.event)
+                now = self._holders.of(ClusterKeys(self._cluster or change.job).assignment(driver_of(change.job)))
                 if now is not None and (driver.assignment, driver.host) != (now.generation, now.host):
-                    self.violated(f"{step.at()}: a driver on {driver.host} of generation {driver.assignment} has "
-                                  f"written while {now.host or 'no host'} has generation {now.generation}", step.event)
+                    self.violated(f"{change.at()}: a driver on {driver.host} of generation {driver.assignment} has "
+                                  f"written while {now.host or 'no host'} has generation {now.generation}",
+                                  change.event)
 
 
 def superseded(drivers: Sequence[Driver]) -> list[str]:

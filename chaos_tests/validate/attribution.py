@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,11 +16,11 @@ from chaos_tests.event_log import Event
 from chaos_tests.faults.catalogue import FAULTS, Part
 from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.etcd.records import Severity
+from elastic_rl.faults.context import ENDED_BY_SIGTERM, EXITED_WITH_0, SENT_SIGKILL
 
 AFTER_S = 60.0
 """Consequences of a fault come so long after its recovery at most: leases end, and alerts have a hold."""
-KILLED = "was sent SIGKILL"
-_ENDED = (KILLED, "was sent SIGTERM and seen to end", "exited with code 0")
+_ENDED = (SENT_SIGKILL, ENDED_BY_SIGTERM, EXITED_WITH_0)
 """What the witness of a fault says of a process that has ended by it."""
 NOT_OF_FAULTS = ("eval.", "responses.", "reward.", "generate.", "filter.", "train.", "job.", "alerts.", "operation.",
                   "restart.requested", "pool.scaling", "samples.")
@@ -62,7 +63,7 @@ def under_way(fault: Event, at: float) -> bool:
 
 def victims(fault: Event) -> int:
     """Processes that one fault has killed at once; each is a fault to the cluster."""
-    return max(1, str(fault.get("witness")).count(KILLED))
+    return max(1, str(fault.get("witness")).count(SENT_SIGKILL))
 
 
 def is_of_fault(alert: Event) -> bool:
@@ -187,9 +188,13 @@ def attributed(alerts: Iterable[Event], faults: Iterable[Event]) -> Attribution:
     accounts = [_Account.of(fault) for fault in faults]
     pairs, left_over = list[tuple[Event, Event]](), list[Event]()
     alerts = sorted(alerts, key=lambda alert: float(alert["since"]))
+    later, now = deque(sorted(accounts, key=lambda account: began(account.fault))), list[_Account]()
     for alert in alerts:
         at = float(alert["since"])
-        found = sorted((account for account in accounts if under_way(account.fault, at)), key=lambda account: (
+        while later and began(later[0].fault) <= at:
+            now.append(later.popleft())
+        now = [account for account in now if under_way(account.fault, at)]  # no later alert is of the others
+        found = sorted(now, key=lambda account: (
             not names(account.fault, str(alert["subject"])), not account.is_main(str(alert["kind"])),
             not gives_alert(account.fault), ended(account.fault)))
         account = next((account for account in found if account.takes(alert)), None)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate.attribution import began, ended
 from chaos_tests.validate.replay import Transaction, is_job
-from chaos_tests.validate.running import STATUS, Patience
+from chaos_tests.validate.running import STATUS, RecoveryBounds
 from chaos_tests.validate.verdict import OWN_TARGETS, Checker
 from elastic_rl.etcd.job_records import ENDED_PHASES
 
@@ -33,9 +33,9 @@ class _UntilTheEnd(Checker):
         """The time of the end; 0.0 while the job goes on."""
 
     def transaction(self, found: Transaction) -> None:
-        for step in filter(is_job, found.steps):
-            if step.name == STATUS and step.new:
-                self._ended = found.at if step.new.get("phase") in ENDED_PHASES else 0.0
+        for change in filter(is_job, found.changes):
+            if change.name == STATUS and change.new:
+                self._ended = found.at if change.new.get("phase") in ENDED_PHASES else 0.0
 
 
 class LastSteps(_UntilTheEnd):
@@ -48,18 +48,18 @@ class LastSteps(_UntilTheEnd):
 
     def __init__(self) -> None:
         super().__init__()
-        self._patience, self._last = Patience(), 0.0
+        self._bounds, self._last = RecoveryBounds(), 0.0
         self._stop: Event | None = None
 
     def begin(self, run: Event) -> None:
         super().begin(run)
-        self._patience.begin(run)
+        self._bounds.begin(run)
 
     def see(self, event: Event) -> None:
         if event["kind"] == Kind.STOP:
             self._stop = event
             return
-        self._patience.see(event)
+        self._bounds.see(event)
         if event["kind"] == Kind.STEP:
             self._last = max(self._last, float(event["at"]))
 
@@ -76,9 +76,9 @@ class LastSteps(_UntilTheEnd):
             waited = float(self._stop["at"]) - float(self._stop["since"])
             self.violated(f"the job made no step for {waited:.0f} s, in which the run waited for one before it asked "
                           "the job to stop", self._stop)
-        elif self._stop is None and self._ended - self._last > self._patience.seconds:
+        elif self._stop is None and self._ended - self._last > self._bounds.seconds:
             self.violated(f"the job made no step for {self._ended - self._last:.0f} s before it ended, and it took "
-                          f"{self._patience.seconds:.0f} s at most before")
+                          f"{self._bounds.seconds:.0f} s at most before")
 
     def evidence(self) -> str:
         return f"the last step {self._ended - self._last:.0f} s before the job ended" if self._judged else ""

@@ -26,7 +26,7 @@ from chaos_tests.validate.attribution import (
     victims,
 )
 from chaos_tests.validate.replay import Transaction, below, is_job
-from chaos_tests.validate.running import RECOVERIES, Patience
+from chaos_tests.validate.running import RECOVERIES, RecoveryBounds
 from chaos_tests.validate.training import COMPARED_SHARE, may_be_lost, same_weights
 from chaos_tests.validate.verdict import OWN_TARGETS, RULES, RUN, Checker
 from elastic_rl.coordinator.alerts.state_machine import Phase
@@ -96,7 +96,7 @@ class WorthSomething(FaultChecker):
         self._records = Counter[str]()
 
     def transaction(self, found: Transaction) -> None:
-        self._records[Kind.CHANGE] += len(found.steps)
+        self._records[Kind.CHANGE] += len(found.changes)
 
     def gap(self, first: int, last: int) -> None:
         self._records[Kind.GAP] += 1
@@ -215,19 +215,20 @@ class SaidWhatItWaitsFor(FaultChecker):
     def __init__(self) -> None:
         super().__init__()
         self._gaps, self._last = list[tuple[float, float]](), 0.0
-        self._said, self._patience = list[tuple[float, float]](), Patience()
+        self._bounds = RecoveryBounds()
+        self._said = list[tuple[float, float]]()
+        """Stretches in which the status said it; a gap of the observer is one, as it may have said it there."""
         self._unseen_since: float | None = None
         """The last step before a gap, until what is seen after it."""
-        """Stretches in which the status said it; a gap of the observer is one, as it may have said it there."""
 
     def begin(self, run: Event) -> None:
         super().begin(run)
-        self._patience.begin(run)
+        self._bounds.begin(run)
 
     def other(self, event: Event) -> None:
         if event["kind"] == Kind.STEP:
             at = float(event["at"])
-            self._patience.see(event)
+            self._bounds.see(event)
             if self._last and at - self._last > _SILENT_S:
                 self._gaps.append((self._last, at))
             self._last = max(self._last, at)
@@ -242,7 +243,7 @@ class SaidWhatItWaitsFor(FaultChecker):
         if self._unseen_since is not None:
             self._said.append((self._unseen_since, found.at))
             self._unseen_since = None
-        if any(step.name == _STATUS and is_job(step) and step.new.get("waiting_for") for step in found.steps):
+        if any(change.name == _STATUS and is_job(change) and change.new.get("waiting_for") for change in found.changes):
             self._words(found.at)
 
     def _words(self, at: float) -> None:
@@ -261,10 +262,10 @@ class SaidWhatItWaitsFor(FaultChecker):
             if during and not any(first <= until and last >= begin for first, last in self._said):
                 self.violated(f"no step was done for {until - begin:.0f} s, and the job did not say what it waits for",
                               *during)
-            elif during and until - begin > RECOVERIES * self._patience.recovery_s and (
+            elif during and until - begin > RECOVERIES * self._bounds.recovery_s and (
                     self.run.get("target") in OWN_TARGETS):
                 self.violated(f"no step was done for {until - begin:.0f} s, and the whole job had its first one after "
-                              f"{self._patience.start_s:.0f} s", *during)
+                              f"{self._bounds.start_s:.0f} s", *during)
 
     def evidence(self) -> str:
         if not self.happened:
@@ -340,17 +341,17 @@ class Alerts(FaultChecker):
 
     def transaction(self, found: Transaction) -> None:
         self._at = found.at
-        for step in found.steps:
-            if not step.name.startswith(_ALERTS) or not is_job(step):
+        for change in found.changes:
+            if not change.name.startswith(_ALERTS) or not is_job(change):
                 continue
-            record = step.new
+            record = change.new
             if not record.get("id"):
                 continue
-            seen = self._alerts.setdefault(str(record["id"]), _Seen(record, found.at if step.created else -math.inf))
+            seen = self._alerts.setdefault(str(record["id"]), _Seen(record, found.at if change.created else -math.inf))
             seen.alert = record
             seen.silenced = seen.silenced or bool(record.get("silenced_by") or record.get("suppressed"))
             if record.get("phase") == Phase.FIRING and not seen.fired:
-                seen.fired_at, seen.proofs = found.at, [step.event]
+                seen.fired_at, seen.proofs = found.at, [change.event]
             seen.resolved_at = min(seen.resolved_at, found.at) if record.get("phase") == Phase.RESOLVED else math.inf
 
     def finish(self, end: Event | None) -> None:
@@ -419,11 +420,13 @@ class Alerts(FaultChecker):
     def _per_fault(self) -> None:
         of = {str(seen.alert["id"]): seen for seen in self._alerts.values()
               if seen.fired and seen.since > -math.inf and is_of_fault(seen.alert)}
-        found = attributed((seen.as_observed for seen in of.values()), self.happened)
+        happened = self.happened
+        found, known = attributed((seen.as_observed for seen in of.values()), happened), {*map(id, happened)}
+        not_seen = [fault for fault in self._tried if id(fault) not in known]
         for alert in found.left_over:
-            if any(under_way(fault, float(alert["since"])) for fault in self._tried if fault not in self.happened):
+            if any(under_way(fault, float(alert["since"])) for fault in not_seen):
                 continue
-            names = ", ".join(str(fault["name"]) for fault in self.happened if under_way(fault, float(alert["since"])))
+            names = ", ".join(str(fault["name"]) for fault in happened if under_way(fault, float(alert["since"])))
             why = f"beside the alerts that {names} may give" if names else "while no fault was under way"
             self.violated(f"{alert['kind']} of {alert['subject']} fired {why}", *of[str(alert["id"])].proofs)
         if not self._gaps and (self._alerts or self._has_receivers):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from chaos_tests.validate.replay import Step, Transaction, below
+from chaos_tests.validate.replay import KeyChange, Transaction, below
 from chaos_tests.validate.verdict import Checker
 from elastic_rl.etcd.cluster_records import HostPhase
 from elastic_rl.etcd.keys import ClusterKeys, Keys
@@ -36,26 +36,27 @@ class Tokens(Checker):
         self._last = dict[str, int]()
 
     def transaction(self, found: Transaction) -> None:
-        for step in found.steps:
-            if step.name not in _NUMBERED and step.name != _LEADERSHIP:
+        for change in found.changes:
+            if change.name not in _NUMBERED and change.name != _LEADERSHIP:
                 continue
-            key, before = step.key, self._last.get(step.key)
-            if not step.put:
-                if any(step.scope + name in found.after.present for name in self.keys) and not found.ended(step.scope):
-                    self.violated(f"{step.at()} was deleted: its numbers begin again", step.event)
+            key, before = change.key, self._last.get(change.key)
+            if not change.put:
+                kept = any(change.scope + name in found.after.present for name in self.keys)
+                if kept and not found.ended(change.scope):
+                    self.violated(f"{change.at()} was deleted: its numbers begin again", change.event)
                 self._last.pop(key, None)
                 continue
-            number = step.new.get("term" if step.name == _LEADERSHIP else "number")
+            number = change.new.get("term" if change.name == _LEADERSHIP else "number")
             if not isinstance(number, int):
                 continue
             self.judged += 1
-            if step.name == _LEADERSHIP or step.past_unseen:  # the numbers between are those of others, or unseen
-                if number < (before or 0) or number == before and step.past_unseen and step.name != _LEADERSHIP:
-                    self.violated(f"{step.at()} is {number} after {before}", step.event)
+            if change.name == _LEADERSHIP or change.past_unseen:  # the numbers between are those of others, or unseen
+                if number < (before or 0) or number == before and change.past_unseen and change.name != _LEADERSHIP:
+                    self.violated(f"{change.at()} is {number} after {before}", change.event)
             elif before is not None and number != before + 1:
-                self.violated(f"{step.at()} is {number} after {before}", step.event)
-            elif before is None and step.created and number != 1:
-                self.violated(f"{step.at()} begins with {number}", step.event)
+                self.violated(f"{change.at()} is {number} after {before}", change.event)
+            elif before is None and change.created and number != 1:
+                self.violated(f"{change.at()} begins with {number}", change.event)
             self._last[key] = max(number, before or 0)
 
 
@@ -68,16 +69,17 @@ class Formations(Checker):
     judges = "formations of trainers"
 
     def transaction(self, found: Transaction) -> None:
-        for step in found.steps:
-            if not step.name.startswith(_FORMATIONS):
+        for change in found.changes:
+            if not change.name.startswith(_FORMATIONS):
                 continue
-            epoch = found.before(step.scope + _EPOCH).get("number")
+            epoch = found.before(change.scope + _EPOCH).get("number")
             self.judged += 1
-            if not step.put:
-                if found.after.get(step.scope + _EPOCH):
-                    self.violated(f"{step.at()} was deleted, so that its numbers are given out again", step.event)
-            elif epoch is not None and step.new and step.new["epoch"] != epoch:
-                self.violated(f"{step.at()} of epoch {step.new['epoch']} was written in epoch {epoch}", step.event)
+            if not change.put:
+                if found.after.get(change.scope + _EPOCH):
+                    self.violated(f"{change.at()} was deleted, so that its numbers are given out again", change.event)
+            elif epoch is not None and change.new and change.new["epoch"] != epoch:
+                self.violated(f"{change.at()} of epoch {change.new['epoch']} was written in epoch {epoch}",
+                              change.event)
 
 
 class Restarts(Checker):
@@ -89,18 +91,19 @@ class Restarts(Checker):
     judges = "requests of restarts"
 
     def transaction(self, found: Transaction) -> None:
-        for step in found.steps:
-            if not step.name.startswith(_RESTARTS) or not step.new:
+        for change in found.changes:
+            if not change.name.startswith(_RESTARTS) or not change.new:
                 continue
-            old, new = step.old, step.new
+            old, new = change.old, change.new
             done, done_before = (record.get("observed_generation", 0) for record in (new, old))
             self.judged += 1
             if done > new["generation"]:
-                self.violated(f"{step.at()}: request {done} of {new['generation']} was carried out", step.event)
+                self.violated(f"{change.at()}: request {done} of {new['generation']} was carried out", change.event)
             elif old and not 0 <= new["generation"] - old["generation"] <= 1:
-                self.violated(f"{step.at()} went from request {old['generation']} to {new['generation']}", step.event)
+                self.violated(f"{change.at()} went from request {old['generation']} to {new['generation']}",
+                              change.event)
             elif old and done < done_before:
-                self.violated(f"{step.at()}: request {done_before} is open again", step.event)
+                self.violated(f"{change.at()}: request {done_before} is open again", change.event)
 
 
 @dataclass(frozen=True)
@@ -125,14 +128,14 @@ class Holders:
         """The assignment under a key; None where it is not known."""
         return self._held.get(key)
 
-    def change(self, step: Step) -> tuple[Held, Held] | None:
+    def change(self, change: KeyChange) -> tuple[Held, Held] | None:
         """What an assignment was and is; None where it was deleted, or its past is unseen."""
-        before = self._held.pop(step.key, None)
-        if not step.put or (before is None and not step.created):
+        before = self._held.pop(change.key, None)
+        if not change.put or (before is None and not change.created):
             return None
         before = before if before is not None else Held(0, "", "")
-        now = self._held[step.key] = Held(before.generation + 1, str(step.new.get("host", "")),
-                                          str(step.new.get("incarnation", "")))
+        now = self._held[change.key] = Held(before.generation + 1, str(change.new.get("host", "")),
+                                          str(change.new.get("incarnation", "")))
         return before, now
 
 
@@ -154,46 +157,46 @@ class Assignments(Checker):
         self._incarnations.clear()
 
     def transaction(self, found: Transaction) -> None:
-        before = {key: self._holders.of(key) for key in map(_assignment_of, found.steps) if key}
-        for step in found.steps:
-            if step.name.startswith(_HOSTS) and step.new:
-                self._incarnations[step.key] = str(step.new.get("incarnation", ""))
-        for step in found.steps:
-            if step.name.startswith(_ASSIGNMENTS):
+        before = {key: self._holders.of(key) for key in map(_assignment_of, found.changes) if key}
+        for change in found.changes:
+            if change.name.startswith(_HOSTS) and change.new:
+                self._incarnations[change.key] = str(change.new.get("incarnation", ""))
+        for change in found.changes:
+            if change.name.startswith(_ASSIGNMENTS):
                 self.judged += 1
-                self._assigned(found, step)
-        for step in found.steps:
-            if step.name.startswith(_RUN_STATUSES) and (written := step.new.get("generation", 0)):
-                now = before[_assignment_of(step)]
+                self._assigned(found, change)
+        for change in found.changes:
+            if change.name.startswith(_RUN_STATUSES) and (written := change.new.get("generation", 0)):
+                now = before[_assignment_of(change)]
                 self.judged += now is not None
                 if now is not None and written != now.generation:
-                    self.violated(f"{step.at()} was written under generation {written} in generation {now.generation}",
-                                  step.event)
+                    self.violated(f"{change.at()} was written under generation {written} in generation "
+                                  f"{now.generation}", change.event)
 
-    def _assigned(self, found: Transaction, step: Step) -> None:
-        changed = self._holders.change(step)
-        if not step.put:
-            self.violated(f"{step.at()} was deleted: its generations begin again", step.event)
+    def _assigned(self, found: Transaction, change: KeyChange) -> None:
+        changed = self._holders.change(change)
+        if not change.put:
+            self.violated(f"{change.at()} was deleted: its generations begin again", change.event)
         if changed is None or not changed[1].host:
             return
         before, now = changed
-        phases = {host: found.after.get(f"{step.scope}{_HOST_STATES}{host}").get("phase") for host in (
+        phases = {host: found.after.get(f"{change.scope}{_HOST_STATES}{host}").get("phase") for host in (
             before.host, now.host)}
         lives = phases[before.host] not in (None, *_GONE) and self._incarnations.get(
-            f"{step.scope}{_HOSTS}{before.host}") == before.incarnation
+            f"{change.scope}{_HOSTS}{before.host}") == before.incarnation
         if phases[now.host] not in (None, *_FIT):
-            self.violated(f"{step.at()} was given to {now.host}, which is {phases[now.host]}", step.event)
+            self.violated(f"{change.at()} was given to {now.host}, which is {phases[now.host]}", change.event)
         elif before.host not in ("", now.host) and lives and before.host not in {
-                failed["host"] for failed in step.new.get("failed", [])}:
-            self.violated(f"{step.at()} was taken from {before.host}, which is {phases[before.host]}, and given to "
-                          f"{now.host}", step.event)
+                failed["host"] for failed in change.new.get("failed", [])}:
+            self.violated(f"{change.at()} was taken from {before.host}, which is {phases[before.host]}, and given to "
+                          f"{now.host}", change.event)
 
 
-def _assignment_of(step: Step) -> str:
+def _assignment_of(change: KeyChange) -> str:
     """The key of the assignment of which a run's status is; "" for another key."""
-    if not step.name.startswith(_RUN_STATUSES):
+    if not change.name.startswith(_RUN_STATUSES):
         return ""
-    return f"{step.scope}{_ASSIGNMENTS}driver/{step.name.removeprefix(_RUN_STATUSES)}"
+    return f"{change.scope}{_ASSIGNMENTS}driver/{change.name.removeprefix(_RUN_STATUSES)}"
 
 
 CHECKERS: tuple[type[Checker], ...] = (Tokens, Formations, Restarts, Assignments)

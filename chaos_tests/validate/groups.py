@@ -37,23 +37,23 @@ class Leases(Checker):
     judges = "leases of groups"
 
     def transaction(self, found: Transaction) -> None:
-        for step in found.steps:
-            new = step.new
-            if not step.name.startswith(_LEASES) or not new:
+        for change in found.changes:
+            new = change.new
+            if not change.name.startswith(_LEASES) or not new:
                 continue
             self.judged += 1
             for what, key in (("epoch", _EPOCH), ("term", _TERM)):
-                now = found.before(step.scope + key).get("number")
+                now = found.before(change.scope + key).get("number")
                 if now is not None and new[what] != now:
-                    self.violated(f"{step.at()} was written under {what} {new[what]} in {what} {now}", step.event)
+                    self.violated(f"{change.at()} was written under {what} {new[what]} in {what} {now}", change.event)
             if double := overlap(new["groups"], new["groups"], same=True):
-                self.violated(f"{step.at()} names the groups {double} twice", step.event)
-            for key in found.after.under(step.scope + _LEASES):
+                self.violated(f"{change.at()} names the groups {double} twice", change.event)
+            for key in found.after.under(change.scope + _LEASES):
                 other = found.after.get(key)
-                if (key > step.key or found.step(key) is None) and key != step.key and other and (
+                if (key > change.key or found.change_of(key) is None) and key != change.key and other and (
                         other["epoch"], other["term"]) == (new["epoch"], new["term"]) and (
                         both := overlap(new["groups"], other["groups"])):
-                    self.violated(f"{step.at()} and {key} both have the groups {both}", step.event)
+                    self.violated(f"{change.at()} and {key} both have the groups {both}", change.event)
 
 
 class Consumed(Checker):
@@ -68,20 +68,22 @@ class Consumed(Checker):
         self._last = dict[tuple[str, str], tuple[int, Spans, int]]()
 
     def transaction(self, found: Transaction) -> None:
-        for step in found.steps:
-            if _STATE.fullmatch(step.name) is None:
+        for change in found.changes:
+            if _STATE.fullmatch(change.name) is None:
                 continue
-            meta = step.new.get("meta", {})
-            if step.new.get("state") != "committed" or step.old.get("state") == "committed" or "consumed" not in meta:
+            meta = change.new.get("meta", {})
+            is_new = change.new.get("state") == "committed" != change.old.get("state")
+            if not is_new or "consumed" not in meta:
                 continue
             self.judged += 1
-            of = (step.scope, str(meta.get("phase", "")))
-            groups, at, number = meta["consumed"].get("groups", []), int(meta.get("step", 0)), step.new["number"]
+            of = (change.scope, str(meta.get("phase", "")))
+            groups, at, number = meta["consumed"].get("groups", []), int(meta.get("step", 0)), change.new["number"]
             if (before := self._last.get(of)) is not None and number > before[2]:
                 if lost := missing(before[1], groups):
-                    self.violated(f"{step.at()} lacks the groups {lost}, consumed by version {before[2]}", step.event)
+                    self.violated(f"{change.at()} lacks the groups {lost}, consumed by version {before[2]}",
+                                  change.event)
                 elif at < before[0]:
-                    self.violated(f"{step.at()} is of step {at}, after step {before[0]}", step.event)
+                    self.violated(f"{change.at()} is of step {at}, after step {before[0]}", change.event)
             self._last[of] = (at, groups, number)
 
 
@@ -171,12 +173,13 @@ class ConsumedOfSteps(Checker):
         return begin
 
     def transaction(self, found: Transaction) -> None:
-        for step in found.steps:
-            meta = step.new.get("meta") or {}
-            if (_STATE.fullmatch(step.name) is None or step.new.get("state") != "committed"
-                    or step.old.get("state") == "committed" or meta.get("phase", "rl") != "rl"):
+        for change in found.changes:
+            meta = change.new.get("meta") or {}
+            if (_STATE.fullmatch(change.name) is None or change.new.get("state") != "committed"
+                    or change.old.get("state") == "committed" or meta.get("phase", "rl") != "rl"):
                 continue
-            number, state = int(meta.get("step", 0)), _State(step.event, step.at(), int(meta.get("policy_version", 0)))
+            number = int(meta.get("step", 0))
+            state = _State(change.event, change.at(), int(meta.get("policy_version", 0)))
             self._states.setdefault(number, []).append(state)
             if (begin := self._begins.get(number)) is not None and begin.groups is None:
                 begin.groups = state.read()[0]

@@ -1,11 +1,11 @@
-"""Whether something grows with the steps of a run (``chaos_tests.growth``). Pure."""
+"""Whether something grows with the steps of a run, by the trends of its samples (``trends``). Pure."""
 
 from __future__ import annotations
 
 import math
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.growth.check import Samples, Trend
+from chaos_tests.validate.trends import Samples, Trend
 from chaos_tests.validate.verdict import GROWTH, Checker
 
 FEWEST_STEPS = 5_000

@@ -39,14 +39,14 @@ class Histories(Checker):
         self._gaps = True
 
     def transaction(self, found: Transaction) -> None:
-        for step in found.steps:
-            if not step.put or not step.new:
+        for change in found.changes:
+            if not change.put or not change.new:
                 continue
-            if step.name.startswith(_POOLS) and step.name.endswith("/spec") and "desired" in step.new:
-                pool = step.name.removeprefix(_POOLS).partition("/")[0]
-                self._observed[POOL, pool][step.revision] = int(step.new["desired"])
-            elif step.name.startswith(_HOSTS):
-                self._observed[NUMBER, step.name.removeprefix(_HOSTS)][step.revision] = wanted_of_host(step.new)
+            if change.name.startswith(_POOLS) and change.name.endswith("/spec") and "desired" in change.new:
+                pool = change.name.removeprefix(_POOLS).partition("/")[0]
+                self._observed[POOL, pool][change.revision] = int(change.new["desired"])
+            elif change.name.startswith(_HOSTS):
+                self._observed[NUMBER, change.name.removeprefix(_HOSTS)][change.revision] = wanted_of_host(change.new)
 
     def see(self, event: Event) -> None:
         name = str(event.get("model") or "")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from chaos_tests.event_log import Event
-from chaos_tests.validate.replay import FIRST_REVISION, Step, Transaction, below
+from chaos_tests.validate.replay import FIRST_REVISION, KeyChange, Transaction, below
 from chaos_tests.validate.verdict import Checker
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 
@@ -88,15 +88,16 @@ class Leaders(Checker):
 
     def transaction(self, found: Transaction) -> None:
         self._first = self._first or found.revision
-        for step in found.steps:
-            self._job_write(found, step)
-        elected = {step.scope for step in found.steps if step.name.startswith(_LEADERS)}
+        for change in found.changes:
+            self._job_write(found, change)
+        elected = {change.scope for change in found.changes if change.name.startswith(_LEADERS)}
         for scope in elected:
             self._cluster = self._cluster or scope
             election = self._election(scope)
-            for step in found.steps:
-                if step.scope == scope and step.name.startswith(_LEADERS):
-                    election.candidate(step.name.removeprefix(_LEADERS), step.event["create"] if step.put else None)
+            for change in found.changes:
+                if change.scope == scope and change.name.startswith(_LEADERS):
+                    election.candidate(change.name.removeprefix(_LEADERS),
+                                       change.event["create"] if change.put else None)
             election.decide(found.revision)
 
     def terms(self, scope: str) -> list[tuple[int, str]]:
@@ -106,34 +107,35 @@ class Leaders(Checker):
     def _election(self, scope: str) -> Election:
         return self._elections.setdefault(scope, Election(from_the_start=self._first < FIRST_REVISION))
 
-    def _job_write(self, found: Transaction, step: Step) -> None:
-        if step.name.startswith(_POOLS) and step.name.endswith("/spec") and step.put and "desired" in step.new:
-            before, desired = self._desired.get(step.key), int(step.new["desired"])
-            self._desired[step.key] = desired
+    def _job_write(self, found: Transaction, change: KeyChange) -> None:
+        if change.name.startswith(_POOLS) and change.name.endswith("/spec") and change.put and "desired" in change.new:
+            before, desired = self._desired.get(change.key), int(change.new["desired"])
+            self._desired[change.key] = desired
             # The driver that takes over writes other fields of it again.
-            if before is not None and not step.created and desired != before and not any(
-                    other.scope == step.scope and other.name.startswith(_EVENTS) for other in found.steps):
-                self.violated(f"{step.at()}: the pool changed without its event", step.event)
-        if not (step.put and (wrote := _writer(step.name, step.new))):
+            if before is not None and not change.created and desired != before and not any(
+                    other.scope == change.scope and other.name.startswith(_EVENTS) for other in found.changes):
+                self.violated(f"{change.at()}: the pool changed without its event", change.event)
+        if not (change.put and (wrote := _writer(change.name, change.new))):
             return
-        election = self._election(self._cluster or ClusterKeys(step.job).root)
-        term = step.new.get("term")
+        election = self._election(self._cluster or ClusterKeys(change.job).root)
+        term = change.new.get("term")
         if not election.known:
             if isinstance(term, int):
                 election.said(wrote, term)
             return
         self.judged += 1
         if wrote != election.leader:
-            self.violated(f"{step.at()} was written by {wrote} while {election.leader or 'no replica'} led", step.event)
-        elif step.name in (_LEADERSHIP, _HEARTBEAT) and term != election.term:
-            self.violated(f"{step.at()} was written in term {term} while {wrote} led in term {election.term}",
-                          step.event)
-        if step.name == _LEADERSHIP and election.from_the_start:
-            announced = self._announced.setdefault(step.scope, [])
-            announced.append(step.event)
+            self.violated(f"{change.at()} was written by {wrote} while {election.leader or 'no replica'} led",
+                          change.event)
+        elif change.name in (_LEADERSHIP, _HEARTBEAT) and term != election.term:
+            self.violated(f"{change.at()} was written in term {term} while {wrote} led in term {election.term}",
+                          change.event)
+        if change.name == _LEADERSHIP and election.from_the_start:
+            announced = self._announced.setdefault(change.scope, [])
+            announced.append(change.event)
             if len(announced) > len(election.terms) and wrote == election.leader:
-                self.violated(f"{step.at()}: of {len(election.terms)} terms {len(announced)} were announced",
-                              step.event)
+                self.violated(f"{change.at()}: of {len(election.terms)} terms {len(announced)} were announced",
+                              change.event)
 
 
 def _writer(name: str, record: Mapping[str, Any]) -> str:

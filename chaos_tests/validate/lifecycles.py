@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from chaos_tests.validate.replay import Lifecycle, Step, Transaction, below
+from chaos_tests.validate.replay import KeyChange, Lifecycle, Transaction, below
 from chaos_tests.validate.verdict import Checker
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 
@@ -36,12 +36,12 @@ class Engines(Lifecycle):
     state, allowed = "state", ENGINE
     first = frozenset({"starting", "syncing", "released", "draining"}) | _ENDS
 
-    def same(self, step: Step) -> bool:
-        return _same_runner(step)
+    def same(self, change: KeyChange) -> bool:
+        return _same_runner(change)
 
 
-def _same_runner(step: Step) -> bool:
-    return step.old.get("incarnation") == step.new.get("incarnation")
+def _same_runner(change: KeyChange) -> bool:
+    return change.old.get("incarnation") == change.new.get("incarnation")
 
 
 class Routable(Checker):
@@ -64,38 +64,38 @@ class Routable(Checker):
         self._heads.clear()
 
     def transaction(self, found: Transaction) -> None:
-        for step in found.steps:
-            if step.name.startswith(_STREAMS) and step.name.endswith("/head") and step.new:
-                self._heads[step.key] = max(int(step.new.get("number", 0)), self._heads.get(step.key, 0))
-        for step in found.steps:
-            if not step.name.startswith(_ENGINES):
+        for change in found.changes:
+            if change.name.startswith(_STREAMS) and change.name.endswith("/head") and change.new:
+                self._heads[change.key] = max(int(change.new.get("number", 0)), self._heads.get(change.key, 0))
+        for change in found.changes:
+            if not change.name.startswith(_ENGINES):
                 continue
-            if not step.put:
-                self._newest.pop(step.key, None)
-            elif step.new:
-                self._engine(found, step)
+            if not change.put:
+                self._newest.pop(change.key, None)
+            elif change.new:
+                self._engine(found, change)
 
-    def _engine(self, found: Transaction, step: Step) -> None:
-        new, version, runner = step.new, int(step.new.get("version", 0)), step.new.get("incarnation", "")
-        before, newest = self._newest.get(step.key, (runner, 0))
+    def _engine(self, found: Transaction, change: KeyChange) -> None:
+        new, version, runner = change.new, int(change.new.get("version", 0)), change.new.get("incarnation", "")
+        before, newest = self._newest.get(change.key, (runner, 0))
         newest = newest if before == runner else 0
         self.judged += bool(version)
-        spec = found.after.get(f"{step.scope}{_POOLS}{new.get('pool', '')}/spec")
+        spec = found.after.get(f"{change.scope}{_POOLS}{new.get('pool', '')}/spec")
         stream = spec.get("stream", "policy")
-        head = self._heads.get(f"{step.scope}{_STREAMS}{stream}/head") if spec and stream else None
+        head = self._heads.get(f"{change.scope}{_STREAMS}{stream}/head") if spec and stream else None
         ahead = head is not None and version > max(head, newest)
-        if step.old.get("version") == version and before == runner:
+        if change.old.get("version") == version and before == runner:
             pass  # it was judged when it came
-        elif why := self._why_wrong(step, version, newest, head if ahead else None):
-            if step.key not in self._doubted:
-                self.violated(f"{step.at()} {why}", step.event)
-            self._doubted ^= {step.key}
+        elif why := self._why_wrong(change, version, newest, head if ahead else None):
+            if change.key not in self._doubted:
+                self.violated(f"{change.at()} {why}", change.event)
+            self._doubted ^= {change.key}
         else:
-            self._doubted.discard(step.key)
-        self._newest[step.key] = (runner, newest if ahead else max(version, newest))
-        self._becomes_ready(found, step, version)
+            self._doubted.discard(change.key)
+        self._newest[change.key] = (runner, newest if ahead else max(version, newest))
+        self._becomes_ready(found, change, version)
 
-    def _why_wrong(self, step: Step, version: int, newest: int, head: int | None) -> str:
+    def _why_wrong(self, change: KeyChange, version: int, newest: int, head: int | None) -> str:
         """Why an engine may not have a version that it had not before; "" where it may. ``head``: that of the stream,
         where the version is ahead of it."""
         if not version:
@@ -104,21 +104,22 @@ class Routable(Checker):
             return f"went back from version {newest} to {version}"
         if head is not None:
             return f"has version {version}, and the head is {head}"
-        applying = step.old.get("applying", 0)
-        if step.old and _same_runner(step) and not step.new.get("external") and applying != version:
+        applying = change.old.get("applying", 0)
+        if change.old and _same_runner(change) and not change.new.get("external") and applying != version:
             return f"has version {version}, and version {applying} was being applied"
         return ""
 
-    def _becomes_ready(self, found: Transaction, step: Step, version: int) -> None:
-        new = step.new
-        if new.get("state") != "ready" or not step.created and step.old.get("state") != "syncing":
+    def _becomes_ready(self, found: Transaction, change: KeyChange, version: int) -> None:
+        new = change.new
+        if new.get("state") != "ready" or not change.created and change.old.get("state") != "syncing":
             return  # from another state it does not become ready, which ``Engines`` judges
-        epoch = found.before(step.scope + _EPOCH).get("number")
+        epoch = found.before(change.scope + _EPOCH).get("number")
         if not version or new.get("applying"):
-            self.violated(f"{step.at()} became ready with version {version} while version {new.get('applying', 0)} was "
-                          "being applied", step.event)
+            self.violated(f"{change.at()} became ready with version {version} while version "
+                          f"{new.get('applying', 0)} was being applied", change.event)
         if epoch is not None and new["epoch"] != epoch:
-            self.violated(f"{step.at()} of epoch {new['epoch']} became ready in epoch {epoch}", step.event, rule="I1")
+            self.violated(f"{change.at()} of epoch {new['epoch']} became ready in epoch {epoch}",
+                          change.event, rule="I1")
 
 
 class Operations(Lifecycle):
@@ -128,9 +129,9 @@ class Operations(Lifecycle):
     state, first = "state", frozenset({"running"})
     allowed: ClassVar = {"running": frozenset({"succeeded", "failed", "cancelled"})}
 
-    def also(self, found: Transaction, step: Step) -> None:
-        if not step.put and step.old.get("state") == "running":
-            self.violated(f"{step.at()} was deleted while it ran", step.event)
+    def also(self, found: Transaction, change: KeyChange) -> None:
+        if not change.put and change.old.get("state") == "running":
+            self.violated(f"{change.at()} was deleted while it ran", change.event)
 
 
 class Idempotency(Checker):
@@ -141,11 +142,11 @@ class Idempotency(Checker):
     judges = "answers of requests with an Idempotency-Key"
 
     def transaction(self, found: Transaction) -> None:
-        for step in found.steps:
-            if step.name.startswith(_IDEMPOTENCY) and step.put:
+        for change in found.changes:
+            if change.name.startswith(_IDEMPOTENCY) and change.put:
                 self.judged += 1
-                if not step.created:
-                    self.violated(f"{step.at()} was written twice", step.event)
+                if not change.created:
+                    self.violated(f"{change.at()} was written twice", change.event)
 
 
 class Jobs(Lifecycle):
@@ -156,18 +157,18 @@ class Jobs(Lifecycle):
     allowed: ClassVar = {"queued": frozenset({"starting"}) | _ENDED, "starting": frozenset({"running"}) | _ENDED,
                          "running": _ENDED}
 
-    def same(self, step: Step) -> bool:
-        return bool(step.old.get("submission") == step.new.get("submission"))
+    def same(self, change: KeyChange) -> bool:
+        return bool(change.old.get("submission") == change.new.get("submission"))
 
-    def also(self, found: Transaction, step: Step) -> None:
-        old, new = step.old, step.new
+    def also(self, found: Transaction, change: KeyChange) -> None:
+        old, new = change.old, change.new
         if old and new and new["submission"] != old["submission"]:
             if new["submission"] < old["submission"]:
-                self.violated(f"{step.at()} is about submission {new['submission']} after {old['submission']}",
-                              step.event)
+                self.violated(f"{change.at()} is about submission {new['submission']} after {old['submission']}",
+                              change.event)
             elif old["phase"] in ("starting", "running"):
-                self.violated(f"{step.at()}: submission {old['submission']} was {old['phase']} when "
-                              f"{new['submission']} was taken up", step.event)
+                self.violated(f"{change.at()}: submission {old['submission']} was {old['phase']} when "
+                              f"{new['submission']} was taken up", change.event)
 
 
 class AlertStates(Lifecycle):
@@ -187,16 +188,16 @@ class AlertStates(Lifecycle):
         self._open.clear()
 
     def transaction(self, found: Transaction) -> None:
-        for step in found.steps:
-            if step.name.startswith(_ALERTS) and not step.put:
-                self._open = {about: key for about, key in self._open.items() if key != step.key}
+        for change in found.changes:
+            if change.name.startswith(_ALERTS) and not change.put:
+                self._open = {about: key for about, key in self._open.items() if key != change.key}
         super().transaction(found)
 
-    def also(self, found: Transaction, step: Step) -> None:
-        new, key = step.new, step.key
+    def also(self, found: Transaction, change: KeyChange) -> None:
+        new, key = change.new, change.key
         if not new:
             return
-        about = f"{step.scope} {new['kind']} of {new['subject']}"
+        about = f"{change.scope} {new['kind']} of {new['subject']}"
         before, revision = self._ids.get(new["id"]), new.get("revision", 0)
         self._ids[new["id"]] = key
         repeated = self._reports.setdefault((about, revision), key) if revision else key
@@ -206,14 +207,14 @@ class AlertStates(Lifecycle):
             other = key
         else:
             other = self._open.setdefault(about, key)
-        if step.created and before is not None:
-            self.violated(f"{step.at()} has the id of an earlier alert, {before}", step.event)
-        elif step.created and repeated != key:
-            self.violated(f"{step.at()} repeats {repeated}, for the same report", step.event)
+        if change.created and before is not None:
+            self.violated(f"{change.at()} has the id of an earlier alert, {before}", change.event)
+        elif change.created and repeated != key:
+            self.violated(f"{change.at()} repeats {repeated}, for the same report", change.event)
         elif other != key:
-            self.violated(f"{step.at()} is open beside {other}", step.event)
-        elif lost := {*step.old.get("notified", ())} - {*new.get("notified", ())}:
-            self.violated(f"{step.at()} forgets that it was notified: {', '.join(sorted(lost))}", step.event)
+            self.violated(f"{change.at()} is open beside {other}", change.event)
+        elif lost := {*change.old.get("notified", ())} - {*new.get("notified", ())}:
+            self.violated(f"{change.at()} forgets that it was notified: {', '.join(sorted(lost))}", change.event)
 
 
 CHECKERS: tuple[type[Checker], ...] = (Engines, Routable, Operations, Idempotency, Jobs, AlertStates)

@@ -28,7 +28,7 @@ _MOST_ABSENT = 50_000
 
 
 @dataclass(eq=False)
-class Step:
+class KeyChange:
     """One change of a key, with what the key had before."""
 
     event: Event
@@ -119,9 +119,9 @@ class Store:
         """The keys right below ``folder``, which ends with a slash."""
         return [*self._folders.get(folder, ())]
 
-    def apply(self, event: Event) -> Step:
+    def apply(self, event: Event) -> KeyChange:
         key = event["key"]
-        step, folder = Step(event, self.present.pop(key, None)), key[:key.rfind("/") + 1]
+        change, folder = KeyChange(event, self.present.pop(key, None)), key[:key.rfind("/") + 1]
         if event["put"]:
             self.present[key] = event
             self._folders.setdefault(folder, {})[key] = None
@@ -134,7 +134,7 @@ class Store:
             self.absent[key] = None
             if len(self.absent) > _MOST_ABSENT:
                 del self.absent[next(iter(self.absent))]
-        return step
+        return change
 
 
 @dataclass(eq=False)
@@ -144,16 +144,16 @@ class Transaction:
     revision: int
     at: float
     """When the observer saw it, unix s."""
-    steps: list[Step]
+    changes: list[KeyChange]
     after: Store
     absent_before: frozenset[str] = frozenset()
     """Those of its keys that were known not to be there."""
 
     @cached_property
-    def _by_key(self) -> Mapping[str, Step]:
-        return {step.key: step for step in reversed(self.steps)}
+    def _by_key(self) -> Mapping[str, KeyChange]:
+        return {change.key: change for change in reversed(self.changes)}
 
-    def step(self, key: str) -> Step | None:
+    def change_of(self, key: str) -> KeyChange | None:
         return self._by_key.get(key)
 
     def ended(self, scope: str) -> bool:
@@ -162,8 +162,8 @@ class Transaction:
 
     def before(self, key: str) -> Mapping[str, Any]:
         """The record that a key had before the transaction."""
-        step = self.step(key)
-        return step.old if step is not None else self.after.get(key)
+        change = self.change_of(key)
+        return change.old if change is not None else self.after.get(key)
 
 
 class Replay:
@@ -195,7 +195,7 @@ class Replay:
         gone = frozenset(event["key"] for event in batch if self._store.lacks(event["key"]))
         found = Transaction(batch[0]["revision"], float(batch[-1].get("at", 0.0)),
                             [self._store.apply(event) for event in batch], self._store, gone)
-        wanted = set[int]().union(*(self._of_name(step.name) for step in found.steps))
+        wanted = set[int]().union(*(self._of_name(change.name) for change in found.changes))
         for index in sorted(wanted):
             self._all[index].transaction(found)
 
@@ -241,37 +241,37 @@ class Lifecycle(Checker):
     first: ClassVar[frozenset[str]]
     """States in which a record may begin."""
 
-    def same(self, step: Step) -> bool:
+    def same(self, change: KeyChange) -> bool:
         """Whether the record is still about the same thing, else it begins."""
         return True
 
-    def moved(self, step: Step) -> None:
-        """Judges the state after a step."""
-        new = step.new.get(self.state)
-        if not step.put or not step.new or step.past_unseen or new not in self._known():
+    def moved(self, change: KeyChange) -> None:
+        """Judges the state after a change."""
+        new = change.new.get(self.state)
+        if not change.put or not change.new or change.past_unseen or new not in self._known():
             return  # a record of another release is acted on by nobody
         self.judged += 1
-        before = step.old.get(self.state)
-        if step.created or step.old and not self.same(step):
+        before = change.old.get(self.state)
+        if change.created or change.old and not self.same(change):
             if new not in self.first:
-                self.violated(f"{step.at()} begins as {new}", step.event)
-        elif step.old and new != before and new not in self.allowed.get(str(before), frozenset()):
-            self.violated(f"{step.at()} went from {before} to {new}", step.event)
+                self.violated(f"{change.at()} begins as {new}", change.event)
+        elif change.old and new != before and new not in self.allowed.get(str(before), frozenset()):
+            self.violated(f"{change.at()} went from {before} to {new}", change.event)
 
     @classmethod
     def _known(cls) -> frozenset[str]:
         return cls.first.union(cls.allowed, *cls.allowed.values())
 
     def transaction(self, found: Transaction) -> None:
-        for step in found.steps:
-            if step.name.startswith(self.keys):
-                self.moved(step)
-                self.also(found, step)
+        for change in found.changes:
+            if change.name.startswith(self.keys):
+                self.moved(change)
+                self.also(found, change)
 
-    def also(self, found: Transaction, step: Step) -> None:
+    def also(self, found: Transaction, change: KeyChange) -> None:
         """Further rules of a record under the prefix."""
 
 
-def is_job(step: Step) -> bool:
-    """Whether a step is of a job, and not of a cluster."""
-    return not step.scope.startswith(_CLUSTERS)
+def is_job(change: KeyChange) -> bool:
+    """Whether a change is of a job, and not of a cluster."""
+    return not change.scope.startswith(_CLUSTERS)

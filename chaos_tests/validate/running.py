@@ -1,4 +1,4 @@
-"""I6, I12, I13 and I15: what a job that runs has, what it has decided, and what it keeps when it has ended."""
+"""I6, I10, I12, I13 and I15: what a job that runs has, what it has decided, and what it keeps when it has ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.validate.replay import Replay, Step, Transaction, below, is_job
+from chaos_tests.validate.replay import KeyChange, Replay, Transaction, below, is_job
 from chaos_tests.validate.verdict import OWN_TARGETS, Checker
 from elastic_rl.etcd.job_records import ENDED_PHASES
 from elastic_rl.etcd.keys import Keys
@@ -39,7 +39,7 @@ def longest_recovery_s(run: Event) -> float:
     return float(run.get("recovery_s") or RECOVERY_S)
 
 
-class Patience:
+class RecoveryBounds:
     """How long a recovery may take, and how long what is short at the end of a run may have been short. Both follow
     from what the same run took, on the same machine, to start and to come back."""
 
@@ -102,47 +102,47 @@ class _Shortages(Checker, ABC):
         self._open, self._ended = dict[tuple[str, str], _Shortage](), list[_Shortage]()
         self._over = set[str]()
         self._at, self._revision = 0.0, 0
-        self._patience, self._stop = Patience(), dict[str, Any]()
+        self._bounds, self._stop = RecoveryBounds(), dict[str, Any]()
 
     def begin(self, run: Event) -> None:
         super().begin(run)
-        self._patience.begin(run)
+        self._bounds.begin(run)
 
     def see(self, event: Event) -> None:
         if event["kind"] == Kind.STOP:
             self._stop = dict(event)
         else:
-            self._patience.see(event)
+            self._bounds.see(event)
 
     def gap(self, first: int, last: int) -> None:
         self._open.clear()
 
     def transaction(self, found: Transaction) -> None:
         self._at, self._revision = found.at, found.revision
-        for step in filter(is_job, found.steps):
-            if step.name == STATUS and step.new:
-                if step.new.get("phase") in ENDED_PHASES:
-                    self._over.add(step.scope)
-                    for one in [one for one in self._open.values() if one.scope == step.scope]:
+        for change in filter(is_job, found.changes):
+            if change.name == STATUS and change.new:
+                if change.new.get("phase") in ENDED_PHASES:
+                    self._over.add(change.scope)
+                    for one in [one for one in self._open.values() if one.scope == change.scope]:
                         self._close(one)
                 else:
-                    self._over.discard(step.scope)
-            elif step.scope not in self._over:
-                self.of_job(step)
+                    self._over.discard(change.scope)
+            elif change.scope not in self._over:
+                self.of_job(change)
 
     @abstractmethod
-    def of_job(self, step: Step) -> None:
+    def of_job(self, change: KeyChange) -> None:
         """A change in a job that is not over."""
 
     def short(self) -> list[str]:
         """What is short now."""
         return [f"{one.what}: {one.how}" for one in self._open.values()]
 
-    def _is(self, step: Step, what: str, how: str) -> None:
+    def _is(self, change: KeyChange, what: str, how: str) -> None:
         """``how``: how it is short; "" where it is not."""
-        one = self._open.get((step.scope, what))
+        one = self._open.get((change.scope, what))
         if how and one is None:
-            self._open[step.scope, what] = _Shortage(step.scope, what, how, step.event, self._at, self._revision)
+            self._open[change.scope, what] = _Shortage(change.scope, what, how, change.event, self._at, self._revision)
         elif one is not None and not how:
             one.ended = self._revision
             self._close(one)
@@ -163,7 +163,7 @@ class _Shortages(Checker, ABC):
 
     def _gave_up(self, one: _Shortage) -> bool:
         """Whether it lasted longer than a run waits for a recovery."""
-        return one.until - one.since > self._patience.longest_s
+        return one.until - one.since > self._bounds.longest_s
 
     def _why_violated(self, one: _Shortage) -> str | None:
         """How the sentence about its duration goes on, where it breaks the rule; else None."""
@@ -171,16 +171,16 @@ class _Shortages(Checker, ABC):
             return ""
         if self.run.get("target") not in OWN_TARGETS:
             return None
-        if one.until - one.since > RECOVERIES * self._patience.recovery_s:
-            return f", and the whole job had its first step after {self._patience.start_s:.0f} s"
+        if one.until - one.since > RECOVERIES * self._bounds.recovery_s:
+            return f", and the whole job had its first step after {self._bounds.start_s:.0f} s"
         if self.end is None or self.end.get("aborted"):
             return None
         if self._stop:
             asked = int(self._stop["revision"])
             if one.revision <= asked and (one.ended is None or one.ended > asked):
                 return ", when the run asked the job to stop"
-        elif one.ended is None and one.until - one.since > self._patience.seconds:
-            return f", until the job ended, and it took {self._patience.seconds:.0f} s at most before"
+        elif one.ended is None and one.until - one.since > self._bounds.seconds:
+            return f", until the job ended, and it took {self._bounds.seconds:.0f} s at most before"
         return None
 
 
@@ -198,19 +198,19 @@ class PoolSizes(_Shortages):
         self._desired.clear()
         self._ready.clear()
 
-    def of_job(self, step: Step) -> None:
-        if not step.name.startswith(POOLS) or not step.new:
+    def of_job(self, change: KeyChange) -> None:
+        if not change.name.startswith(POOLS) or not change.new:
             return
-        pool, _, what = step.name.removeprefix(POOLS).partition("/")
-        of = (step.scope, pool)
+        pool, _, what = change.name.removeprefix(POOLS).partition("/")
+        of = (change.scope, pool)
         if what == "spec":
-            self._desired[of] = int(step.new.get("desired", 0))
+            self._desired[of] = int(change.new.get("desired", 0))
         elif what == "status":  # released engines are there, and wait for the trainer's phase to end
-            self._ready[of] = int(step.new.get("ready", 0)) + int(step.new.get("released", 0))
+            self._ready[of] = int(change.new.get("ready", 0)) + int(change.new.get("released", 0))
         if of in self._desired and of in self._ready:
             desired, ready = self._desired[of], self._ready[of]
             self.judged += 1
-            self._is(step, f"pool {pool}", f"{ready} of {desired} engines" if ready < desired else "")
+            self._is(change, f"pool {pool}", f"{ready} of {desired} engines" if ready < desired else "")
 
 
 class Singletons(_Shortages):
@@ -230,12 +230,12 @@ class Singletons(_Shortages):
         super().gap(first, last)
         self._members.clear()
 
-    def of_job(self, step: Step) -> None:
-        role, _, name = step.name.removeprefix(MEMBERS).partition("/")
-        if not step.name.startswith(MEMBERS) or role not in self._ROLES:
+    def of_job(self, change: KeyChange) -> None:
+        role, _, name = change.name.removeprefix(MEMBERS).partition("/")
+        if not change.name.startswith(MEMBERS) or role not in self._ROLES:
             return
-        members = self._members.setdefault((step.scope, role), set())
-        if step.put:
+        members = self._members.setdefault((change.scope, role), set())
+        if change.put:
             members.add(name)
         elif name not in members:
             return  # nothing is known of the others that were there with it
@@ -243,7 +243,7 @@ class Singletons(_Shortages):
             members.discard(name)
             self._losses += 1
         self.judged += 1
-        self._is(step, f"the {role} of {step.job}", "" if members else "there was none")
+        self._is(change, f"the {role} of {change.job}", "" if members else "there was none")
 
     def evidence(self) -> str:
         roles = ", ".join(sorted({role for _, role in self._members}))
@@ -257,11 +257,12 @@ class OpenOperations(_Shortages):
     keys = (STATUS, OPERATIONS)
     judges = "operations of the API"
 
-    def of_job(self, step: Step) -> None:
-        if step.name.startswith(OPERATIONS):
-            self.judged += step.created
-            running = step.new.get("state") == "running"
-            self._is(step, f"the operation {step.name.removeprefix(OPERATIONS)}", "it is under way" if running else "")
+    def of_job(self, change: KeyChange) -> None:
+        if change.name.startswith(OPERATIONS):
+            self.judged += change.created
+            running = change.new.get("state") == "running"
+            self._is(change, f"the operation {change.name.removeprefix(OPERATIONS)}",
+                     "it is under way" if running else "")
 
 
 class Presence:
@@ -296,15 +297,16 @@ class Decisions(Checker):
 
     def __init__(self) -> None:
         super().__init__()
-        self._decided = dict[str, Step]()
+        self._decided = dict[str, KeyChange]()
 
     def transaction(self, found: Transaction) -> None:
-        for step in found.steps:
-            if step.name == SPEC and is_job(step):
+        for change in found.changes:
+            if change.name == SPEC and is_job(change):
                 self.judged += 1
-                before = self._decided.setdefault(step.job, step)
-                if step.new.get("settings") != before.new.get("settings"):
-                    self.violated(f"{step.at()}: what {step.job} had decided was changed", before.event, step.event)
+                before = self._decided.setdefault(change.job, change)
+                if change.new.get("settings") != before.new.get("settings"):
+                    self.violated(f"{change.at()}: what {change.job} had decided was changed",
+                                  before.event, change.event)
 
     def evidence(self) -> str:
         return f"the decisions of {', '.join(sorted(self._decided))}" if self._decided else ""
@@ -325,25 +327,27 @@ class KeptAfterStop(Checker):
         self._ended.clear()
 
     def transaction(self, found: Transaction) -> None:
-        for step in filter(is_job, found.steps):
-            if step.name == STATUS and step.new:
-                if step.new.get("phase") in ENDED_PHASES:
-                    self._ended[step.job] = step.event
-                    self._seen.add(step.job)
+        for change in filter(is_job, found.changes):
+            if change.name == STATUS and change.new:
+                if change.new.get("phase") in ENDED_PHASES:
+                    self._ended[change.job] = change.event
+                    self._seen.add(change.job)
                 else:
-                    self._ended.pop(step.job, None)
-            if step.job in self._ended and not step.put and self._is_kept(found, step):
-                self.violated(f"{step.at()} was deleted after the job had ended", self._ended[step.job], step.event)
+                    self._ended.pop(change.job, None)
+            if change.job in self._ended and not change.put and self._is_kept(found, change):
+                self.violated(f"{change.at()} was deleted after the job had ended",
+                              self._ended[change.job], change.event)
 
     @staticmethod
-    def _is_kept(found: Transaction, step: Step) -> bool:
+    def _is_kept(found: Transaction, change: KeyChange) -> bool:
         """Whether a key is what a job is resumed and exported from. I3 is about the records of versions; of where their
         parts are, what is about a head is kept, and others may be released by what was under way."""
-        if step.name in (SPEC, STATUS, EPOCH, _CATALOG) or step.name.startswith(_STREAMS) and step.name.endswith(_HEAD):
+        name = change.name
+        if name in (SPEC, STATUS, EPOCH, _CATALOG) or name.startswith(_STREAMS) and name.endswith(_HEAD):
             return True
-        if (match := _OF_SETS.fullmatch(step.name)) is None:
+        if (match := _OF_SETS.fullmatch(change.name)) is None:
             return False
-        head = f"{step.scope}{_STREAMS}{match[1]}{_HEAD}"
+        head = f"{change.scope}{_STREAMS}{match[1]}{_HEAD}"
         return int(match[2]) in (found.after.get(head).get("number"), found.before(head).get("number"))
 
     def evidence(self) -> str:

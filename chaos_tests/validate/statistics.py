@@ -12,8 +12,10 @@ fault, over the same steps: how long a step takes depends on what the job has le
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from chaos_tests.event_log import Event, Kind
@@ -161,7 +163,8 @@ def effective_training_time_ratio(run: Timeline) -> float | None:
     steps, faults = run.kept, run.happened
     if not steps:
         return None
-    struck = {s.step for s in steps if any(began(f) < s.ended_at and ended(f) > s.began_at for f in faults)}
+    begins, ends = sorted(map(began, faults)), [*accumulate(map(ended, sorted(faults, key=began)), max)]
+    struck = {s.step for s in steps if (before := bisect_left(begins, s.ended_at)) and ends[before - 1] > s.began_at}
     usual = percentile([s.seconds for s in steps if s.step not in struck], 0.5)
     useful = sum(s.seconds if s.step not in struck or usual is None else min(s.seconds, usual) for s in steps)
     wall_s = max(s.ended_at for s in steps) - min(s.began_at for s in run.steps)
@@ -170,12 +173,12 @@ def effective_training_time_ratio(run: Timeline) -> float | None:
 
 def by_fault(run: Timeline) -> list[FaultKind]:
     """A row for each kind of fault that was planned."""
-    redone, alerts = dict[int, int](), dict[int, int]()
+    redone, alerts, happened = dict[int, int](), dict[int, int](), run.happened
     for at, steps in run.redone:
-        before = [fault for fault in run.happened if began(fault) <= at]
-        if before:
-            redone[id(before[-1])] = redone.get(id(before[-1]), 0) + steps
-    for _, fault in attributed(run.alerts.values(), run.happened).of:
+        if before := bisect_right(happened, at, key=began):
+            last = id(happened[before - 1])
+            redone[last] = redone.get(last, 0) + steps
+    for _, fault in attributed(run.alerts.values(), happened).of:
         alerts[id(fault)] = alerts.get(id(fault), 0) + 1
     strikes = (run.run.get("schedule") or {}).get("strikes") or ()
     planned = [str(name) for strike in strikes for name in strike["faults"]]
@@ -186,13 +189,14 @@ def by_fault(run: Timeline) -> list[FaultKind]:
     names = sorted({*planned, *(str(fault["name"]) for fault in run.faults)})
     return [FaultKind(name, planned.count(name), len(of), seconds(of, "detected_at"), seconds(of, "healed_at"),
                       Spread.of([redone.get(id(f), 0) for f in of]), Spread.of([alerts.get(id(f), 0) for f in of]))
-            for name in names for of in [[fault for fault in run.happened if fault["name"] == name]]]
+            for name in names for of in [[fault for fault in happened if fault["name"] == name]]]
 
 
 def statistics(run: Timeline, baseline: Timeline | None = None) -> dict[str, Any]:
     """All numbers, as report.json has them. Times are in seconds; what could not be measured is None."""
     report = (run.end or {}).get("report") or {}
-    struck = sum(map(victims, run.happened))
+    happened, kinds = run.happened, by_fault(run)
+    struck = sum(map(victims, happened))
     return {
         "steps": len(run.effective.of), "steps_redone": run.effective.redone,
         "samples": sum(s.samples for s in run.kept), "samples_per_s": samples_per_s(run.kept),
@@ -200,8 +204,8 @@ def statistics(run: Timeline, baseline: Timeline | None = None) -> dict[str, Any
         "throughput_kept": throughput_kept(run, baseline) if baseline is not None else None,
         "effective_training_time_ratio": effective_training_time_ratio(run),
         "wall_s": max((s.ended_at for s in run.steps), default=0.0) - min((s.began_at for s in run.steps), default=0.0),
-        "faults_planned": sum(kind.planned for kind in by_fault(run)), "faults": len(run.happened),
-        "faults_healed": sum(fault.get("healed_at") is not None for fault in run.happened),
+        "faults_planned": sum(kind.planned for kind in kinds), "faults": len(happened),
+        "faults_healed": sum(fault.get("healed_at") is not None for fault in happened),
         "parts_struck": struck, "alerts": len(run.alerts),
         "alerts_per_part_struck": len(run.alerts) / struck if struck else None,
         "wrong_version_tokens": run.wrong_tokens,
@@ -209,4 +213,4 @@ def statistics(run: Timeline, baseline: Timeline | None = None) -> dict[str, Any
         "eval_accuracy_last": report.get("eval_accuracy_last"),
         "baseline_eval_accuracy_last": (((baseline.end or {}).get("report") or {}).get("eval_accuracy_last")
                                         if baseline is not None else None),
-        "by_fault": [asdict(kind) for kind in by_fault(run)]}
+        "by_fault": [asdict(kind) for kind in kinds]}

@@ -146,10 +146,10 @@ class NamedVersions(Checker):
         """Between which versions there may be others that were committed in a gap."""
 
     def transaction(self, found: Transaction) -> None:
-        for step in found.steps:
-            if not step.name.startswith(_VERSIONS) or step.new.get("state") != VersionState.COMMITTED:
+        for change in found.changes:
+            if not change.name.startswith(_VERSIONS) or change.new.get("state") != VersionState.COMMITTED:
                 continue
-            number = int(step.new["number"])
+            number = int(change.new["number"])
             if self._unseen and self._unseen[-1][1] == math.inf:
                 self._unseen[-1] = (self._unseen[-1][0], number)
             if number not in self._committed:
@@ -389,9 +389,9 @@ class SameAsBaseline(Checker):
                 if event.get(name) is not None})
 
     def transaction(self, found: Transaction) -> None:
-        for step in found.steps if self._deterministic else ():
-            if step.name.startswith(_VERSIONS) and step.new.get("state") == VersionState.COMMITTED:
-                self._weights[int((step.new.get("meta") or {}).get("step", -1))] = str(step.new.get("manifest"))
+        for change in found.changes if self._deterministic else ():
+            if change.name.startswith(_VERSIONS) and change.new.get("state") == VersionState.COMMITTED:
+                self._weights[int((change.new.get("meta") or {}).get("step", -1))] = str(change.new.get("manifest"))
 
     def against(self, baseline: SameAsBaseline) -> None:
         if not (self._deterministic and baseline._deterministic):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from chaos_tests.event_log import Event
-from chaos_tests.validate.replay import Step, Transaction, below
+from chaos_tests.validate.replay import KeyChange, Transaction, below
 from chaos_tests.validate.running import longest_recovery_s
 from chaos_tests.validate.verdict import Checker
 from elastic_rl.etcd.job_records import ENDED_PHASES
@@ -39,35 +39,35 @@ _FIXED_BY_COMMIT = ("manifest", "nbytes", "committed_at")
 
 
 class _Catalog(Checker, ABC):
-    """Is shown the steps of catalogs that are not, and were not, suspended."""
+    """Is shown the changes of catalogs that are not, and were not, suspended."""
 
     keys: ClassVar[tuple[str, ...]] = (_STREAMS,)
 
     def transaction(self, found: Transaction) -> None:
-        judged = list[Step]()
-        for step in found.steps:
-            catalog = step.scope + _CATALOG
+        judged = list[KeyChange]()
+        for change in found.changes:
+            catalog = change.scope + _CATALOG
             if not found.before(catalog).get("suspended") and not found.after.get(catalog).get("suspended"):
-                judged.append(step)
+                judged.append(change)
         if judged:
             self.judge(found, judged)
 
     @abstractmethod
-    def judge(self, found: Transaction, steps: list[Step]) -> None:
-        """The steps of a transaction that are to be judged."""
+    def judge(self, found: Transaction, changes: list[KeyChange]) -> None:
+        """The changes of a transaction that are to be judged."""
 
 
-def _versions(steps: list[Step]) -> Iterator[tuple[Step, str, int]]:
+def _versions(changes: list[KeyChange]) -> Iterator[tuple[KeyChange, str, int]]:
     """Those of versions, of which the log has what was put."""
-    for step in steps:
-        if not step.omitted and (match := _OF_VERSION.fullmatch(step.name)):
-            yield step, match[1], int(match[2])
+    for change in changes:
+        if not change.omitted and (match := _OF_VERSION.fullmatch(change.name)):
+            yield change, match[1], int(match[2])
 
 
 def _catalog_deleted(found: Transaction, scope: str) -> bool:
     """Whether the job was taken off its cluster with all that it had."""
-    step = found.step(scope + _CATALOG)
-    return step is not None and not step.put
+    change = found.change_of(scope + _CATALOG)
+    return change is not None and not change.put
 
 
 class States(_Catalog):
@@ -77,22 +77,22 @@ class States(_Catalog):
     rule = "I3"
     judges = "states of versions"
 
-    def judge(self, found: Transaction, steps: list[Step]) -> None:
-        for step, _, _ in _versions(steps):
-            old, new = step.old, step.new
+    def judge(self, found: Transaction, changes: list[KeyChange]) -> None:
+        for change, _, _ in _versions(changes):
+            old, new = change.old, change.new
             self.judged += 1
-            if not step.put:
-                if old and ALLOWED.get(old["state"]) and not _catalog_deleted(found, step.scope):
-                    self.violated(f"{step.at()} was deleted while it was {old['state']}", step.event)
-            elif step.created and new.get("state") != STAGING:
-                self.violated(f"{step.at()} begins as {new.get('state')}", step.event)
+            if not change.put:
+                if old and ALLOWED.get(old["state"]) and not _catalog_deleted(found, change.scope):
+                    self.violated(f"{change.at()} was deleted while it was {old['state']}", change.event)
+            elif change.created and new.get("state") != STAGING:
+                self.violated(f"{change.at()} begins as {new.get('state')}", change.event)
             elif old and new:
                 was, now = old["state"], new.get("state")
                 fixed = _FIXED if was == STAGING else _FIXED + _FIXED_BY_COMMIT
                 if now not in ALLOWED.get(was, ()) and not was == now == COMMITTED:
-                    self.violated(f"{step.at()} went from {was} to {now}", step.event)
+                    self.violated(f"{change.at()} went from {was} to {now}", change.event)
                 elif changed := [name for name in fixed if old.get(name) != new.get(name)]:
-                    self.violated(f"{step.at()} has another {', '.join(changed)} than before", step.event)
+                    self.violated(f"{change.at()} has another {', '.join(changed)} than before", change.event)
 
 
 class Numbers(_Catalog):
@@ -105,27 +105,27 @@ class Numbers(_Catalog):
         super().__init__()
         self._highest = dict[tuple[str, str], int]()
 
-    def judge(self, found: Transaction, steps: list[Step]) -> None:
-        for step in steps:
-            if (match := _OF_NEXT.fullmatch(step.name)) is None:
+    def judge(self, found: Transaction, changes: list[KeyChange]) -> None:
+        for change in changes:
+            if (match := _OF_NEXT.fullmatch(change.name)) is None:
                 continue
-            if not step.put:
-                if not _catalog_deleted(found, step.scope):
-                    self.violated(f"{step.at()} was deleted", step.event)
-                self._highest = {k: n for k, n in self._highest.items() if k[0] != step.scope}
+            if not change.put:
+                if not _catalog_deleted(found, change.scope):
+                    self.violated(f"{change.at()} was deleted", change.event)
+                self._highest = {k: n for k, n in self._highest.items() if k[0] != change.scope}
                 continue
-            number, stream = int(step.value), (step.scope, match[1])
+            number, stream = int(change.value), (change.scope, match[1])
             highest = self._highest.get(stream, 0)
             self.judged += 1
             if number <= highest:
-                self.violated(f"{step.at()} is {number} after {highest}", step.event)
-            elif found.step(Keys(step.job).version(match[1], number)) is None:
-                self.violated(f"{step.at()} took number {number} without its version", step.event)
+                self.violated(f"{change.at()} is {number} after {highest}", change.event)
+            elif found.change_of(Keys(change.job).version(match[1], number)) is None:
+                self.violated(f"{change.at()} took number {number} without its version", change.event)
             self._highest[stream] = max(number, highest)
-        for step, stream_name, number in _versions(steps):
-            counted = found.step(Keys(step.job).stream_next(stream_name))
-            if step.created and (counted is None or counted.value != str(number)):
-                self.violated(f"{step.at()} was begun with a number that the stream did not give it", step.event)
+        for change, stream_name, number in _versions(changes):
+            counted = found.change_of(Keys(change.job).stream_next(stream_name))
+            if change.created and (counted is None or counted.value != str(number)):
+                self.violated(f"{change.at()} was begun with a number that the stream did not give it", change.event)
 
 
 class Heads(_Catalog):
@@ -139,35 +139,38 @@ class Heads(_Catalog):
         super().__init__()
         self._last = dict[str, int]()
 
-    def judge(self, found: Transaction, steps: list[Step]) -> None:
-        for step in steps:
-            if (match := _OF_HEAD.fullmatch(step.name)) is not None and not step.omitted:
-                self._head(found, step, match[1])
-        for step, stream, number in _versions(steps):
-            head = Keys(step.job).stream_head(stream)
-            if (step.new.get("state") != COMMITTED and found.after.get(head).get("number") == number
-                    and found.step(head) is None and not _catalog_deleted(found, step.scope)):
-                self.violated(f"{step.at()} is the head, and was made {step.new.get('state', 'absent')}", step.event)
+    def judge(self, found: Transaction, changes: list[KeyChange]) -> None:
+        for change in changes:
+            if (match := _OF_HEAD.fullmatch(change.name)) is not None and not change.omitted:
+                self._head(found, change, match[1])
+        for change, stream, number in _versions(changes):
+            head = Keys(change.job).stream_head(stream)
+            if (change.new.get("state") != COMMITTED and found.after.get(head).get("number") == number
+                    and found.change_of(head) is None and not _catalog_deleted(found, change.scope)):
+                self.violated(f"{change.at()} is the head, and was made {change.new.get('state', 'absent')}",
+                              change.event)
 
-    def _head(self, found: Transaction, step: Step, stream: str) -> None:
-        last = self._last.get(step.key, 0)
-        if not step.put:
-            if not _catalog_deleted(found, step.scope) and not found.ended(step.scope):
-                self.violated(f"{step.at()} was deleted", step.event)
-            self._last.pop(step.key, None)
+    def _head(self, found: Transaction, change: KeyChange, stream: str) -> None:
+        last = self._last.get(change.key, 0)
+        if not change.put:
+            if not _catalog_deleted(found, change.scope) and not found.ended(change.scope):
+                self.violated(f"{change.at()} was deleted", change.event)
+            self._last.pop(change.key, None)
             return
-        number, state = int(step.new.get("number", 0)), step.new.get("state")
-        key = Keys(step.job).version(stream, number)
+        number, state = int(change.new.get("number", 0)), change.new.get("state")
+        key = Keys(change.job).version(stream, number)
         version = found.after.present.get(key)
-        self._last[step.key] = max(number, last)
+        self._last[change.key] = max(number, last)
         self.judged += 1
         if number < last:
-            self.violated(f"{step.at()} went back from {last} to {number}", step.event)
+            self.violated(f"{change.at()} went back from {last} to {number}", change.event)
         elif state != COMMITTED or found.after.lacks(key):
-            self.violated(f"{step.at()} names version {number}, which is {state if version else 'absent'}", step.event,
+            self.violated(f"{change.at()} names version {number}, which is {state if version else 'absent'}",
+                          change.event,
                           rule="I2")
-        elif version is not None and not version.get("omitted_bytes") and version["value"] != step.value:
-            self.violated(f"{step.at()} differs from the record of version {number}", step.event, version, rule="I2")
+        elif version is not None and not version.get("omitted_bytes") and version["value"] != change.value:
+            self.violated(f"{change.at()} differs from the record of version {number}",
+                          change.event, version, rule="I2")
 
 
 class Commits(_Catalog):
@@ -179,25 +182,25 @@ class Commits(_Catalog):
     keys = (_STREAMS, _CATALOG)
     judges = "versions committed"
 
-    def judge(self, found: Transaction, steps: list[Step]) -> None:
+    def judge(self, found: Transaction, changes: list[KeyChange]) -> None:
         scopes = set[str]()
-        for step, stream, number in _versions(steps):
-            if step.new.get("state") == COMMITTED and step.old.get("state") == STAGING:
-                scopes.add(step.scope)
+        for change, stream, number in _versions(changes):
+            if change.new.get("state") == COMMITTED and change.old.get("state") == STAGING:
+                scopes.add(change.scope)
                 self.judged += 1
-                if why := [*_why_incomplete(found, step.new, Keys(step.job), stream, number, self._replicas)]:
-                    self.violated(f"{step.at()} was committed {', and '.join(why)}", step.event)
+                if why := [*_why_incomplete(found, change.new, Keys(change.job), stream, number, self._replicas)]:
+                    self.violated(f"{change.at()} was committed {', and '.join(why)}", change.event)
         for scope in scopes:
-            counted = found.step(scope + _CATALOG)
+            counted = found.change_of(scope + _CATALOG)
             if counted is None or counted.old and counted.new.get("commits") != counted.old.get("commits", 0) + 1:
                 self.violated(f"revision {found.revision}: a commit that {scope}{_CATALOG} does not count",
-                              *(step.event for step in found.steps[:1]))
-        for step in steps:
-            if step.name == _CATALOG and step.old and step.new:
-                if step.old["id"] != step.new["id"]:
-                    self.violated(f"{step.at()} became another catalog", step.event, rule="I3")
-                elif step.new.get("commits", 0) < step.old.get("commits", 0):
-                    self.violated(f"{step.at()} counts fewer commits than before", step.event, rule="I3")
+                              *(change.event for change in found.changes[:1]))
+        for change in changes:
+            if change.name == _CATALOG and change.old and change.new:
+                if change.old["id"] != change.new["id"]:
+                    self.violated(f"{change.at()} became another catalog", change.event, rule="I3")
+                elif change.new.get("commits", 0) < change.old.get("commits", 0):
+                    self.violated(f"{change.at()} counts fewer commits than before", change.event, rule="I3")
 
 
     @property
@@ -211,12 +214,12 @@ def _why_incomplete(found: Transaction, version: Mapping[str, Any], keys: Keys, 
                     ) -> Iterator[str]:
     if not version.get("manifest"):
         yield "without a manifest"
-    if found.step(keys.stream_head(stream)) is None:
+    if found.change_of(keys.stream_head(stream)) is None:
         yield "without becoming the head"
-    owner = found.step(keys.staging_owner(stream, number))
+    owner = found.change_of(keys.staging_owner(stream, number))
     if owner is None or owner.put or keys.staging_owner(stream, number) in found.absent_before:
         yield "after the end of its publisher's lease"
-    sets = found.step(keys.replica_sets(stream, number))
+    sets = found.change_of(keys.replica_sets(stream, number))
     if sets is None or not sets.put:
         yield "without its replica sets"
     elif not sets.omitted:
@@ -235,15 +238,15 @@ class Epochs(_Catalog):
     rule = "I1"
     judges = "versions begun or committed in a known epoch"
 
-    def judge(self, found: Transaction, steps: list[Step]) -> None:
-        for step, _, _ in _versions(steps):
-            begun = step.created or step.old.get("state") == STAGING and step.new.get("state") == COMMITTED
-            epoch = found.before(step.scope + _EPOCH).get("number")
+    def judge(self, found: Transaction, changes: list[KeyChange]) -> None:
+        for change, _, _ in _versions(changes):
+            begun = change.created or change.old.get("state") == STAGING and change.new.get("state") == COMMITTED
+            epoch = found.before(change.scope + _EPOCH).get("number")
             if begun and epoch is not None:
                 self.judged += 1
-                if step.new.get("epoch") != epoch:
-                    self.violated(f"{step.at()} became {step.new.get('state')} under epoch {step.new.get('epoch')} in "
-                                  f"epoch {epoch}", step.event)
+                if change.new.get("epoch") != epoch:
+                    self.violated(f"{change.at()} became {change.new.get('state')} under epoch "
+                                  f"{change.new.get('epoch')} in epoch {epoch}", change.event)
 
 
 class Pins(_Catalog):
@@ -253,19 +256,19 @@ class Pins(_Catalog):
     keys = (_STREAMS, _PINS)
     judges = "pins and releases"
 
-    def judge(self, found: Transaction, steps: list[Step]) -> None:
-        for step, stream, number in _versions(steps):
-            if step.new.get("state") == RELEASED:
+    def judge(self, found: Transaction, changes: list[KeyChange]) -> None:
+        for change, stream, number in _versions(changes):
+            if change.new.get("state") == RELEASED:
                 self.judged += 1
-                if held := found.after.under(Keys(step.job).pins_prefix(stream, number)):
-                    self.violated(f"{step.at()} was released while {held[0]} pinned it", step.event)
-        for step in steps:
-            if step.put and (match := _OF_PIN.fullmatch(step.name)) is not None:
-                key = Keys(step.job).version(match[1], int(match[2]))
+                if held := found.after.under(Keys(change.job).pins_prefix(stream, number)):
+                    self.violated(f"{change.at()} was released while {held[0]} pinned it", change.event)
+        for change in changes:
+            if change.put and (match := _OF_PIN.fullmatch(change.name)) is not None:
+                key = Keys(change.job).version(match[1], int(match[2]))
                 state = found.after.get(key).get("state")
                 self.judged += 1
                 if found.after.lacks(key) or state not in (None, COMMITTED):
-                    self.violated(f"{step.at()} pins a version that is {state or 'deleted'}", step.event)
+                    self.violated(f"{change.at()} pins a version that is {state or 'deleted'}", change.event)
 
 
 @dataclass
@@ -315,61 +318,61 @@ class KeptVersions(Checker):
     def transaction(self, found: Transaction) -> None:
         self._at = found.at
         touched, said = set[str](), set[tuple[str, str, int]]()
-        for step in found.steps:
-            if step.name.startswith(_NODES):
-                self._node(step)
-                touched.add(step.scope)
-            elif (match := _OF_SETS.fullmatch(step.name)) is not None:
-                self._sets(found, step, match[1], int(match[2]))
-                touched.add(step.scope)
-                said.add((step.scope, match[1], int(match[2])))
-            elif (match := _OF_HEAD.fullmatch(step.name)) is not None and step.new:
-                self._heads.setdefault(step.scope, {})[match[1]] = int(step.new.get("number", 0))
-                touched.add(step.scope)
-            elif step.name == _STATUS and step.new:
-                if step.new.get("phase") in ENDED_PHASES:
-                    self._job_ended(step.scope)
+        for change in found.changes:
+            if change.name.startswith(_NODES):
+                self._node(change)
+                touched.add(change.scope)
+            elif (match := _OF_SETS.fullmatch(change.name)) is not None:
+                self._sets(found, change, match[1], int(match[2]))
+                touched.add(change.scope)
+                said.add((change.scope, match[1], int(match[2])))
+            elif (match := _OF_HEAD.fullmatch(change.name)) is not None and change.new:
+                self._heads.setdefault(change.scope, {})[match[1]] = int(change.new.get("number", 0))
+                touched.add(change.scope)
+            elif change.name == _STATUS and change.new:
+                if change.new.get("phase") in ENDED_PHASES:
+                    self._job_ended(change.scope)
                 else:
-                    self._over.discard(step.scope)
+                    self._over.discard(change.scope)
         for scope in touched - self._over:
             if not self._due.get(scope) or found.after.get(scope + _CATALOG).get("suspended"):
                 continue
             due = self._due.pop(scope)
             for held in [held for version, held in self._held.get(scope, {}).items() if version in due]:
                 self._judge(scope, held, said=(scope, held.stream, held.number) in said)
-        for step, stream, number in _versions(found.steps):
-            if step.new.get("state") != COMMITTED:  # it is released, or was never visible
-                self._held.get(step.scope, {}).pop((stream, number), None)
+        for change, stream, number in _versions(found.changes):
+            if change.new.get("state") != COMMITTED:  # it is released, or was never visible
+                self._held.get(change.scope, {}).pop((stream, number), None)
 
-    def _node(self, step: Step) -> None:
-        node = step.name.removeprefix(_NODES)
-        gone = self._gone.setdefault(step.scope, set())
-        moved = (node in gone) == step.put
-        failed = not step.put or step.created or bool(step.new.get("lost_chunks"))
+    def _node(self, change: KeyChange) -> None:
+        node = change.name.removeprefix(_NODES)
+        gone = self._gone.setdefault(change.scope, set())
+        moved = (node in gone) == change.put
+        failed = not change.put or change.created or bool(change.new.get("lost_chunks"))
         if not moved and not failed:
             return
-        if step.put:
+        if change.put:
             gone.discard(node)
         else:
             gone.add(node)
-        for version, held in self._held.get(step.scope, {}).items():
+        for version, held in self._held.get(change.scope, {}).items():
             if node in held.nodes:
                 if failed:
                     held.failed.add(node)
                 if moved:
-                    self._due[step.scope].add(version)
+                    self._due[change.scope].add(version)
 
-    def _sets(self, found: Transaction, step: Step, stream: str, number: int) -> None:
-        versions = self._held.setdefault(step.scope, {})
-        state = found.after.get(Keys(step.job).version(stream, number)).get("state")
-        if not step.put or step.omitted or state != COMMITTED:
+    def _sets(self, found: Transaction, change: KeyChange, stream: str, number: int) -> None:
+        versions = self._held.setdefault(change.scope, {})
+        state = found.after.get(Keys(change.job).version(stream, number)).get("state")
+        if not change.put or change.omitted or state != COMMITTED:
             versions.pop((stream, number), None)
             return
         self.judged += 1
         held = versions.setdefault((stream, number), _Held(stream, number))
-        held.parts, held.proof = [list(part) for part in step.new.get("parts", [])], (step.event,)
+        held.parts, held.proof = [list(part) for part in change.new.get("parts", [])], (change.event,)
         held.nodes = frozenset().union(*held.parts)
-        self._due[step.scope].add((stream, number))
+        self._due[change.scope].add((stream, number))
 
     def _judge(self, scope: str, held: _Held, *, said: bool) -> None:
         """``said``: whether the leader has just written where its parts are."""

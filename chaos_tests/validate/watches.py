@@ -42,10 +42,10 @@ class ObservedOrder(Checker):
     def transaction(self, found: Transaction) -> None:
         self.judged += 1
         if found.revision <= self._last:
-            self.violated(f"the observer saw revision {found.revision} after {self._last}", found.steps[0].event)
-        elif len({step.key for step in found.steps}) < len(found.steps):
+            self.violated(f"the observer saw revision {found.revision} after {self._last}", found.changes[0].event)
+        elif len({change.key for change in found.changes}) < len(found.changes):
             self.violated(f"the observer saw a key twice at revision {found.revision}",
-                          *(step.event for step in found.steps))
+                          *(change.event for change in found.changes))
         self._last = max(self._last, found.revision)
 
     def finish(self, end: Event | None) -> None:
@@ -78,9 +78,9 @@ class Watches(Checker):
         self._watches = dict[tuple[str, str], _Delivered]()
 
     def transaction(self, found: Transaction) -> None:
-        if len(self._store) + len(found.steps) > _MOST_CHANGES:
-            self._gaps[0] = (0, self._store[len(found.steps)][0])
-        self._store.extend((step.revision, step.put, step.key) for step in found.steps)
+        if len(self._store) + len(found.changes) > _MOST_CHANGES:
+            self._gaps[0] = (0, self._store[len(found.changes)][0])
+        self._store.extend((change.revision, change.put, change.key) for change in found.changes)
 
     def gap(self, first: int, last: int) -> None:
         self._gaps.append((first, last))
@@ -105,9 +105,10 @@ class Watches(Checker):
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
-        for of, watch in self._watches.items():
-            self._judge(of, watch, whole=True)
         until = int((end or {}).get("revision") or 0)
+        for of, watch in self._watches.items():
+            # A watch is ended once it has delivered the last change of the run, perhaps amid a later transaction.
+            self._judge(of, watch, whole=end is None or not watch.changes or watch.changes[-1][0] <= until)
         for of, watch in self._watches.items():
             if lost := [change for change in self._store
                         if watch.reached < change[0] <= until and change[2].startswith(of[1])]:

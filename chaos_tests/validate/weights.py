@@ -6,7 +6,7 @@ from bisect import bisect_right, insort
 from typing import ClassVar
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.validate.replay import OBSERVER_LATE_S, Step, Transaction, below
+from chaos_tests.validate.replay import OBSERVER_LATE_S, KeyChange, Transaction, below
 from chaos_tests.validate.training import StepChecker, proof
 from chaos_tests.validate.verdict import Checker
 from elastic_rl.etcd.keys import Keys
@@ -32,7 +32,7 @@ class Checksums(Checker):
         self._first = dict[tuple[str, str], int]()
         """The version that each runner of an engine had first."""
         self._known = dict[tuple[str, str, int], tuple[str, Event]]()
-        self._without, self._trains = list[tuple[Step, int]](), False
+        self._without, self._trains = list[tuple[KeyChange, int]](), False
         self._manifests = dict[tuple[str, int], str]()
         """Manifest of each committed version of the policy, by its job."""
         self._of_policy = dict[tuple[str, str, str], set[int]]()
@@ -43,8 +43,8 @@ class Checksums(Checker):
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
-        for step, version in self._without if self._trains or self._known else ():
-            self.violated(f"{step.at()} is ready with version {version} and has no checksum of it", step.event)
+        for change, version in self._without if self._trains or self._known else ():
+            self.violated(f"{change.at()} is ready with version {version} and has no checksum of it", change.event)
         for (job, _, checksum), versions in self._of_policy.items():
             different = {self._manifests[job, version]: version for version in versions
                          if (job, version) in self._manifests}
@@ -53,33 +53,33 @@ class Checksums(Checker):
                               f"engines, such as {' and '.join(map(str, sorted(different.values())[:2]))}")
 
     def transaction(self, found: Transaction) -> None:
-        for step in found.steps:
-            new = step.new
-            if step.name.startswith(_ENGINES) and new and not new.get("external") and isinstance(
+        for change in found.changes:
+            new = change.new
+            if change.name.startswith(_ENGINES) and new and not new.get("external") and isinstance(
                     version := new.get("version"), int) and version:
-                first = self._first.setdefault((step.key, str(new.get("incarnation", ""))), version)
+                first = self._first.setdefault((change.key, str(new.get("incarnation", ""))), version)
                 if not new.get("applying"):
-                    self._checksum(step, version, first=version == first)
-                    spec = found.after.get(f"{step.scope}{_POOLS}{new.get('pool', '')}/spec")
+                    self._checksum(change, version, first=version == first)
+                    spec = found.after.get(f"{change.scope}{_POOLS}{new.get('pool', '')}/spec")
                     if new.get("checksum") and spec.get("stream", "policy") == "policy":
                         self._of_policy.setdefault(
-                            (step.scope, str(new.get("layout", "")), str(new["checksum"])), set()).add(version)
-            elif step.name.startswith(_VERSIONS) and new.get("state") == "committed" and new.get("manifest"):
-                self._manifests[step.scope, int(new.get("number") or 0)] = str(new["manifest"])
+                            (change.scope, str(new.get("layout", "")), str(new["checksum"])), set()).add(version)
+            elif change.name.startswith(_VERSIONS) and new.get("state") == "committed" and new.get("manifest"):
+                self._manifests[change.scope, int(new.get("number") or 0)] = str(new["manifest"])
 
-    def _checksum(self, step: Step, version: int, *, first: bool) -> None:
-        checksum = str(step.new.get("checksum") or "")
+    def _checksum(self, change: KeyChange, version: int, *, first: bool) -> None:
+        checksum = str(change.new.get("checksum") or "")
         if not checksum:
-            if not first and step.new.get("state") == "ready" and step.old.get("version") != version:
-                self._without.append((step, version))
+            if not first and change.new.get("state") == "ready" and change.old.get("version") != version:
+                self._without.append((change, version))
             return
-        of = (step.scope, str(step.new.get("layout", "")), version)
+        of = (change.scope, str(change.new.get("layout", "")), version)
         if of not in self._known:
             self.judged += 1
-        known, by = self._known.setdefault(of, (checksum, step.event))
+        known, by = self._known.setdefault(of, (checksum, change.event))
         if known != checksum:
-            self.violated(f"{step.at()} has the checksum {checksum} of version {version}, and another engine of its "
-                          f"layout {known}", by, step.event)
+            self.violated(f"{change.at()} has the checksum {checksum} of version {version}, and another engine of its "
+                          f"layout {known}", by, change.event)
 
 
 class VersionsOfSamples(Checker):
@@ -103,11 +103,11 @@ class VersionsOfSamples(Checker):
         self._gaps = True
 
     def transaction(self, found: Transaction) -> None:
-        for step in found.steps:
-            if step.name.startswith(_ENGINES) and step.new.get("version"):
-                spec = found.after.get(f"{step.scope}{_POOLS}{step.new.get('pool', '')}/spec")
+        for change in found.changes:
+            if change.name.startswith(_ENGINES) and change.new.get("version"):
+                spec = found.after.get(f"{change.scope}{_POOLS}{change.new.get('pool', '')}/spec")
                 if spec.get("stream", "policy") == "policy":
-                    self._had.setdefault(int(step.new["version"]), found.at)
+                    self._had.setdefault(int(change.new["version"]), found.at)
 
     def see(self, event: Event) -> None:
         for version in event.get("sample_versions") or ():

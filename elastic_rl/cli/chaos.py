@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from chaos_tests.abort import AbortSwitch
     from chaos_tests.blast_radius import BlastRadius
     from chaos_tests.nemesis.schedule import Schedule
-    from chaos_tests.runner import Outcome
+    from chaos_tests.results import Outcome
     from chaos_tests.target import Target
     from elastic_rl.config import Config
 
@@ -145,8 +145,8 @@ def replay(ctx: typer.Context, path: Annotated[Path, typer.Argument(metavar="FOL
     """Run a schedule again: the same faults, at the same steps or seconds, of the same job.
 
     With --job=NAME it strikes that job, which runs already, as `chaos run` does."""
-    from chaos_tests import runner
-    schedule, attaches = runner.schedule_at(path), names_target(ctx, file)
+    from chaos_tests import results
+    schedule, attaches = results.schedule_at(path), names_target(ctx, file)
     _require_effect(ctx, attaches, *(["faults"] if not attaches else []))
     if not attaches:
         _require_no_file(file)
@@ -177,15 +177,15 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
            out_folder: Out = None, output: Output = Format.TABLE) -> None:
     """Look for fewer faults with which a schedule still breaks one of the rules that it broke, by running parts of it,
     on clusters of their own. Of a schedule without its results any failure counts."""
-    from chaos_tests import report, runner
+    from chaos_tests import report, results, runner
     from chaos_tests.abort import by_operator
     from chaos_tests.nemesis.schedule import shrunk
-    schedule = replace(runner.schedule_at(path), baseline=False)
+    schedule = replace(results.schedule_at(path), baseline=False)
     _require_possible(schedule)
     broken = frozenset[str]()
     if (path / report.EVENTS).is_file():
         with _of_a_log(path):
-            broken = runner.outcome_of(path).broken
+            broken = results.outcome_of(path).broken
         if not broken:
             raise ConfigError(f"the run in {path} broke no rule", hint="name one that has failed")
         _progress(f"a part fails that breaks {' or '.join(sorted(broken))}")
@@ -198,7 +198,7 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
     runs = 0
 
     def keep(part: Schedule) -> None:
-        replace_file(folder / runner.SCHEDULE, runner.shown(part).to_json(), private=True)
+        replace_file(folder / results.SCHEDULE, results.shown(part).to_json(), private=True)
 
     def fails(part: Schedule) -> bool:
         nonlocal runs
@@ -218,15 +218,15 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
     try:
         found = shrunk(schedule, fails, tries=tries)
     finally:
-        if found is None and (folder / runner.SCHEDULE).exists():
-            _progress(f"the smallest schedule that has failed so far is in {folder / runner.SCHEDULE}")
+        if found is None and (folder / results.SCHEDULE).exists():
+            _progress(f"the smallest schedule that has failed so far is in {folder / results.SCHEDULE}")
     keep(found)
     if output is Format.JSON:
         tables.write_json({"faults": found.faults, "of": schedule.faults, "runs": runs,
-                           "schedule": str(folder / runner.SCHEDULE)})
+                           "schedule": str(folder / results.SCHEDULE)})
         return
     say(f"{found.faults} of {schedule.faults} faults are left after {runs} runs")
-    say(f"again    {shlex.join(['elastic-rl', 'chaos', 'replay', str(folder / runner.SCHEDULE)])}")
+    say(f"again    {shlex.join(['elastic-rl', 'chaos', 'replay', str(folder / results.SCHEDULE)])}")
 
 
 @app.command("abort")
@@ -254,18 +254,18 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
           output: Output = Format.TABLE) -> None:
     """Judge a run again by its log, which may have been made on another machine; code 1 where a rule is broken, the run
     was aborted, or it does not show what it had to."""
-    from chaos_tests import report, runner
+    from chaos_tests import report, results
     from chaos_tests.event_log import Records
     folder = folder.parent if folder.name == report.EVENTS else folder
     if not (folder / report.EVENTS).is_file():
         raise ConfigError(f"there is no {report.EVENTS} in {folder}", hint="name a folder that `chaos run` has written")
     with _of_a_log(folder):
-        outcome = runner.outcome_of(folder)
+        outcome = results.outcome_of(folder)
         first = next(iter(Records(folder / report.EVENTS)))
         arguments, again = report.arguments(first), report.reproduce(first)
     if "must_see" not in first:
         _progress("the log is of an earlier release: it does not say which rules the run had to show")
-    _show(outcome, output, arguments, again="" if (folder / runner.SCHEDULE).is_file() else again, interrupted=False)
+    _show(outcome, output, arguments, again="" if (folder / results.SCHEDULE).is_file() else again, interrupted=False)
 
 
 @contextmanager
@@ -371,7 +371,8 @@ def _drawn(scenario: str, seed: int, *, minutes: float, steps: int, faults: int 
     from chaos_tests.scenarios import SCENARIOS, Tier
     of = SCENARIOS[scenario]
     if not of.faults and faults:
-        raise ConfigError(f"the scenario {scenario} has no faults", hint="leave --faults out, or choose another one")
+        raise ConfigError(f"no faults are drawn in the scenario {scenario}",
+                          hint="leave --faults out, or choose another one")
     if target is None or radius is None:
         from chaos_tests.target import own_config
         has = met(own_config(Path(), of.settings, settings, seed=seed), hosts=of.tier is Tier.TEST_HOSTS)
@@ -380,7 +381,8 @@ def _drawn(scenario: str, seed: int, *, minutes: float, steps: int, faults: int 
         if steps or not (minutes or of.minutes):
             raise ConfigError("a job that runs is struck by time", hint="give --minutes")
         of = replace(of, together=of.together if radius.at_once > 1 else 0.0)
-        allowed, refused = radius.allowed(of.faults, blast_radius.replicas_of(target.context()), met(target.cfg))
+        allowed, refused = radius.allowed(of.faults, blast_radius.replicas_of(target.context()),
+                                          met(target.cfg, own=False))
         if not allowed and of.faults:
             raise ConfigError("no fault of the scenario may be injected: " + "; ".join(
                 f"{name}: {why}" for name, why in sorted(refused.items())), hint=_WIDER)
@@ -408,12 +410,12 @@ def _require_possible(schedule: Schedule) -> None:
 
 
 def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, *, dry_run: bool, output: Format) -> None:
-    from chaos_tests import runner
+    from chaos_tests import results, runner
     _require_possible(schedule)
     if folder is not None and any(word.startswith("--run_dir=") for word in overrides(ctx.args)):
         raise ConfigError("--run_dir: the results go to --out", hint="leave one of them out")
     if dry_run:
-        sys.stdout.write(runner.shown(schedule).to_json())
+        sys.stdout.write(results.shown(schedule).to_json())
         return
     folder = folder or _new_folder(schedule, location(ctx, None).run_dir)
     _undo_of_killed_runs(folder.parent)
@@ -435,7 +437,7 @@ def _attached(ctx: typer.Context, file: Path | None, schedule_of: Callable[[Targ
                               f"{replicas[blast_radius.Part.HOSTS]}",
                               hint="leave --job out: a cluster is made for the run")
         _, refused = radius.allowed({name: 1.0 for strike in schedule.strikes for name in strike.faults}, replicas,
-                                    met(target.cfg))
+                                    met(target.cfg, own=False))
         if refused:
             raise ConfigError("the schedule strikes what is out of the blast radius: " + "; ".join(
                 f"{name}: {why}" for name, why in sorted(refused.items())),

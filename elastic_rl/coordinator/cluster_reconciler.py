@@ -138,8 +138,8 @@ class ClusterReconciler:
 
     def _read(self) -> ClusterReading:
         """The cluster at one revision."""
-        leader_s = self._clock.now()
         self._known.read()
+        leader_s = self._clock.now()  # not before: what it shows may have begun while it was read
         kvs = [kv for found in self._known.ranges.values() for kv in found.values()]
         revision = self._known.revision
         self._revision, before, self.unreadable = revision, self.unreadable, {}

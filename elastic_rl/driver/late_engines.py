@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elastic_rl.etcd.device_phase import Side
+from elastic_rl.etcd.device_phase import SeenPhase, Side
 from elastic_rl.etcd.records import Engine, EngineState
 
 
@@ -14,11 +14,11 @@ class LateEngines:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._since: dict[tuple[str, Side, int], float] = {}
+        self._since: dict[tuple[str, Side, int, int], float] = {}
 
-    def observe(self, side: Side | None, engines: Iterable[Engine], now: float) -> dict[str, str]:
-        """Engines that are late, and what they have not done. ``side``: whose phase it is; ``now``: monotonic seconds.
-        Call it regularly.
+    def observe(self, phase: SeenPhase, engines: Iterable[Engine], now: float) -> dict[str, str]:
+        """Engines that are late, and what they have not done. ``now``: monotonic seconds. Each phase has its limit,
+        also where those in between were not seen.
 
         An engine that is starting is not late: it has device memory, and cannot release it before its server is up.
         Ended for it, it would never be up where a start takes longer than a phase. Its start has limits of its own.
@@ -26,12 +26,12 @@ class LateEngines:
         One that applies a version cannot follow before that is done, which has a limit too: its time begins again then.
         A phase that begins while all of them load the same version would end them all otherwise.
         """
-        late = {}
-        since: dict[tuple[str, Side, int], float] = {}
+        late, side = dict[str, str](), phase.side
+        since: dict[tuple[str, Side, int, int], float] = {}
         for engine in engines:
             if side is None or not self._owes(side, engine):
                 continue
-            doing = engine.id, side, engine.applying
+            doing = engine.id, side, phase.number, engine.applying
             began = since[doing] = self._since.get(doing, now)
             if now - began >= self._limit_s:
                 what = ("release its memory in the trainer's phase" if side is Side.TRAINER

@@ -198,7 +198,7 @@ class EnginePool:
         if self._late is None:
             return
         phase = SeenPhase.of(self.etcd.get(self.keys.device_phase()), self.ctx.epoch)
-        late = self._late.observe(phase.side, records.values(), time.monotonic())
+        late = self._late.observe(phase, records.values(), time.monotonic())
         for engine_id in late.keys() & self._slots.keys():
             if not self._slots[engine_id].placed.stopping:
                 self._kill(engine_id, self._slots[engine_id], late[engine_id])
@@ -329,6 +329,8 @@ class EnginePool:
             engine_id = by_actor[placed]
             slot, record = self._slots[engine_id], records.get(engine_id)
             _, crash = placed.outcome()
+            self._writer.require()
+            placed.remove()  # first, since Ray may refuse it: what follows is done, and said, once
             if slot.request is not None:
                 deregister(self.etcd, self.keys, [m for m in members(self.etcd, self.keys, event_kinds.ENGINE)
                                                 if m.id == engine_id])
@@ -348,7 +350,6 @@ class EnginePool:
                     self._failed(reason, slot.begun_at)
             if record:
                 self._unroute(record.url)
-            placed.remove()
             self._left_files.note(engine_id, record.host if record is not None else "")
             del self._slots[engine_id]  # last, so that a pass that etcd interrupts is repeated
             records.pop(engine_id, None)

@@ -309,16 +309,17 @@ class TrainerGroup:
             self._deregister()
             self._remove()
             return
-        for host, placed in self._placed.items():
-            code, crash = placed.outcome()
+        ends = [(host, placed.stopping, *placed.outcome()) for host, placed in self._placed.items()]
+        several = len(ends) > 1
+        self._remove()  # first, since Ray may refuse it: what follows is done once
+        for host, stopping, code, crash in ends:
             why = crash or (code if isinstance(code, str) else f"exit code {code}")
             if isinstance(code, str) or code == _BAD_CONTEXT:
                 self._leave_out(host, _UNFIT_S, why, hosts)
-            if not placed.stopping or not self._unreported:
-                self._unreported = f"{why} on {host}" if len(self._placed) > 1 else why
-            if not placed.stopping:
+            if not stopping or not self._unreported:
+                self._unreported = f"{why} on {host}" if several else why
+            if not stopping:
                 self._blame(host, why, hosts)
-        self._remove()
         self._budget = self._budget.after_failure(time.monotonic(), jitter=random.random())
         log.warning("the agent of the group %s ended: %s", self.name, self._unreported)
         self._report()

@@ -3,7 +3,8 @@
     STARTING ──up──▶ SYNCING ──routed──▶ READY ──drain──▶ DRAINING
                       │  ▲                │  ▲
                  torn │  └ begin,         │  └─ begin, verified (applying in place, still known to the router)
-                      │  ▲ verified       │
+                      │  ▲ verified,      │
+                      │  │ unconfirmed    │
                       │  ├────unrouted────┤ (to update without requests in flight)
                       │  └────given_up────┤ (behind the others; it may be applying a version)
                       └──▶ QUARANTINED ◀──┘ torn
@@ -17,7 +18,8 @@
 The transition that must NOT exist: into READY by anything but ``routed``, and ``routed`` without a version of which
 exactly what was begun was verified. So there is no edge STARTING → READY (a recovered engine would take traffic before
 its weights are synced), none QUARANTINED → READY (torn weights stay torn; only a new server with a full load may
-serve), none DEAD → anything, and no ``verified`` without ``begin``. An update never goes back to an older version. An
+serve), none DEAD → anything, and no ``verified`` without ``begin``. ``unconfirmed`` is of an engine without weights
+alone, which no router knows: its next load is a full one. An update never goes back to an older version. An
 engine that no router takes stays SYNCING, and goes on following the head. A released engine has no weights: there is no
 edge RELEASED → READY, and its version is none until one is begun and verified again, the same one or a newer one.
 """
@@ -69,6 +71,15 @@ class EngineLifecycle:
         if not version or version != self.applying:
             raise IllegalTransition(f"verified({version}) while {self.applying or 'nothing'} is being applied")
         return replace(self, version=version, newest=version, applying=0)
+
+    def unconfirmed(self) -> EngineLifecycle:
+        """What was loaded into an engine without weights may be other bytes than those of the version; every byte is
+        loaded again."""
+        self._need(EngineState.SYNCING, event="unconfirmed")
+        if not self.applying or self.version:
+            raise IllegalTransition(f"unconfirmed with version {self.version} while {self.applying or 'nothing'} is "
+                                    "being applied")
+        return replace(self, applying=0)
 
     def routed(self) -> EngineLifecycle:
         """The router sends requests to it."""

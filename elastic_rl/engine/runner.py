@@ -478,7 +478,13 @@ class EngineRunner:
                     try:
                         pulled.confirm()
                     except NodeUnavailable as e:
-                        raise EngineFailed(f"the weights may have changed while they were loaded: {e.message}") from e
+                        now = self._lifecycle
+                        if self._external or now.version or now.state is not EngineState.SYNCING:
+                            raise EngineFailed(f"the weights may have changed while they were loaded: {e.message}"
+                                               ) from e
+                        self._lifecycle = now.unconfirmed()  # nobody was sent to it yet: it loads again
+                        self._write_soon()
+                        raise
 
     def _on_fetch_failed(self, target: Version, error: ElasticRLError) -> None:
         """Counts the failure, and reports a row of them once, and at once that no sound copy of the version was found:

@@ -53,6 +53,11 @@ _AHEAD_S = 5.0
 AWAY_PAUSES_S = (1.0, 1.0)
 """First and longest pause between two readings while etcd does not answer."""
 T = TypeVar("T")
+SENT_SIGKILL = "was sent SIGKILL"
+ENDED_BY_SIGTERM = "was sent SIGTERM and seen to end"
+EXITED_WITH_0 = "exited with code 0"
+"""Words of a witness, one for each process that has ended by a fault. Checkers (``chaos_tests.validate.attribution``)
+count them, also in logs of earlier releases."""
 
 
 class InjectionEnded(ElasticRLError):
@@ -89,15 +94,19 @@ class Fault(ABC):
 
     @abstractmethod
     def inject(self) -> tuple[str, str]:
-        """Returns (target, witness) once the fault was seen to happen; "" for a witness: nothing has happened."""
+        """Returns (target, witness) once the fault was seen to happen; "" for a witness: nothing has happened. Raises
+        EtcdUnavailable and VictimTaken where it is to be begun again, which it is unless it has struck (``striking``);
+        InjectionEnded; and RuleBroken, which breaks the rule that it names. After any other error it has not happened.
+        """
 
     @abstractmethod
     def detected(self) -> bool:
-        """Whether somebody reports it, or has acted on it."""
+        """Whether somebody reports it, or has acted on it. Called many times a second. Raises EtcdUnavailable, the time
+        of which does not count."""
 
     @abstractmethod
     def healed(self) -> bool:
-        """Whether the job works as before."""
+        """Whether the job works as before. As ``detected``."""
 
     def give_up(self) -> None:  # noqa: B027 -- most last no longer than ``inject``
         """Ends it where it is not waited for any more."""
@@ -165,10 +174,10 @@ class FaultContext:
 
     @contextlib.contextmanager
     def striking(self, what: str = "", look: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """In the block, which is over in a moment, something is done to the run: whatever its effect is waited for
-        comes after it. ``what``: for people, of what cannot be taken back; "" for what is not yet the fault. ``look``:
-        a last look at the victim, between which and the block nothing else strikes; what it raises keeps this from
-        striking. Raises InjectionEnded, before the block, once none is to be."""
+        """In the block, which is over in a moment and holds a lock that an abort takes, something is done to the run.
+        Waiting for its effect comes after the block. ``what``: for people, of what cannot be taken back; "" for what is
+        not yet the fault. ``look``: a last look at the victim, between which and the block nothing else strikes; what
+        it raises keeps this from striking. Raises InjectionEnded, before the block, once none is to be."""
         with self._gate:
             self.require_going_on()
             look()
@@ -236,7 +245,7 @@ class FaultContext:
         try:
             process = psutil.Process(pid)
             self.require_own(process)
-            return kill(pid, self.striking(f"pid {pid} was sent SIGKILL", take))
+            return kill(pid, self.striking(f"pid {pid} {SENT_SIGKILL}", take))
         except psutil.NoSuchProcess as e:
             raise VictimTaken(f"pid {pid} has ended") from e
 
@@ -359,4 +368,4 @@ def kill(pid: int, striking: AbstractContextManager[None] | None = None) -> str:
     with striking or contextlib.nullcontext():
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not runs(process), timeout_s=INJECT_TIMEOUT_S, what=f"the end of pid {pid}", poll_s=0.01)
-    return f"pid {pid} ({name}) was sent SIGKILL and seen to end"
+    return f"pid {pid} ({name}) {SENT_SIGKILL} and seen to end"

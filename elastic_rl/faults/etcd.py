@@ -15,20 +15,16 @@ from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.records import Engine, EngineState, Event
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, InjectionEnded, stopped
+from elastic_rl.faults.finding import ETCD, await_service
 from elastic_rl.faults.kinds import RecoversWithSteps
 from elastic_rl.runtime.waiting import wait_until
 
-_MEMBER = "etcd-0"
 _PROBES = "chaos/"
 """Below the prefix of a job: keys that no part of the product knows."""
 _WRITERS, _WRITE_EVERY_S = 8, 0.02
 """Clients whose writes are to be under way when etcd is stopped, and the pause of each between two of them."""
 _LEASE_S = 60
 """Longest time for which a record that a fault has written is there, also when the injector is killed."""
-
-
-def _etcd(context: FaultContext) -> int:
-    return wait_until(lambda: context.service(_MEMBER), timeout_s=INJECT_TIMEOUT_S, what="etcd")
 
 
 class EtcdPulsed(RecoversWithSteps):
@@ -46,7 +42,7 @@ class EtcdPulsed(RecoversWithSteps):
         self.loses_answers = loses_answers
 
     def inject(self) -> tuple[str, str]:
-        pid, pulses, over = _etcd(self.context), 0, threading.Event()
+        pid, pulses, over = await_service(self.context, ETCD), 0, threading.Event()
         etcd = self.context.etcd
         lease = wait_until(lambda: etcd.grant(_LEASE_S), timeout_s=INJECT_TIMEOUT_S, what="a lease")
         with ThreadPoolExecutor(_WRITERS) as threads:
@@ -65,8 +61,8 @@ class EtcdPulsed(RecoversWithSteps):
         self.context.answered(lambda: etcd.revoke(lease))
         said = f"pid {pid} was stopped {pulses} times for {self.stopped_s:g} s, each {self.running_s:g} s apart"
         if not self.loses_answers:
-            return _MEMBER, said
-        return _MEMBER, f"{said}; {lost} writes of a witness were made and not answered" if lost else ""
+            return ETCD, said
+        return ETCD, f"{said}; {lost} writes of a witness were made and not answered" if lost else ""
 
     def _lost(self, lease: int, number: int, over: threading.Event) -> int:
         """Writes until it is over; how many of the writes that were not answered were made. Some are always under way
@@ -109,7 +105,7 @@ class CompactedPastWatcher(RecoversWithSteps):
         etcd, key = self.context.etcd, f"{self.context.keys.root}{_PROBES}compacted"
         self.at, before = time.time(), etcd.revision()
         with stopped(self.context, psutil.Process(leader.pid)):
-            witness = self.context.kill(_etcd(self.context))
+            witness = self.context.kill(await_service(self.context, ETCD))
 
             def written() -> int:
                 try:
@@ -119,7 +115,7 @@ class CompactedPastWatcher(RecoversWithSteps):
 
             self._revision = wait_until(written, timeout_s=INJECT_TIMEOUT_S, what="an etcd that is back")
             self.context.answered(lambda: etcd.compact(self._revision))
-        return f"{_MEMBER}, watches of {leader.replica}", (
+        return f"{ETCD}, watches of {leader.replica}", (
             f"{witness}; it was compacted up to revision {self._revision} while {leader.replica} was stopped at "
             f"{before} or before")
 

@@ -1,4 +1,4 @@
-"""The injector of ``--faults``: injects faults into a running job at fixed steps and records the consequences.
+"""The injector of ``--faults``: injects faults into a running job, at steps or by time, and records the consequences.
 
 It records of each fault when it *happened* (with a witness: the process is gone, the request was accepted), when it was
 *detected* (by the control plane's own report) and when it was *healed*. What the run did meanwhile is read from its own

@@ -1,12 +1,9 @@
-"""The faults that can be injected: real processes are killed or stopped, real requests are sent."""
+"""Faults of the parts of a job, some of those that can be injected: real processes are killed or stopped."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar
 
 import psutil
 
@@ -16,11 +13,9 @@ from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.device_phase import SeenPhase, Side
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.records import Engine, EngineState, Member, OperationState, PoolStatus
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, Fault, FaultContext, command, suspend
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, Fault, FaultContext, VictimTaken, command, suspend
+from elastic_rl.faults.finding import engines_of_pool, ray_process
 from elastic_rl.faults.undo import Undo
-from elastic_rl.host.compute_services import RAY_HEAD, RAY_WORKER, compute_services
-from elastic_rl.host.paths import JobPaths
-from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
 
@@ -71,11 +66,11 @@ class EngineKilled(RecoversWithSteps):
         self.desired = self.context.desired(self.pool)
 
         def whole() -> list[Engine]:
-            found = [e for e in self.context.engines(self.pool) if e.state is self.state and not e.external and e.pid]
+            found = engines_of_pool(self.context, EngineState(self.state), self.pool)
             return found if len(found) >= self.desired else []
 
         found = wait_until(whole, timeout_s=INJECT_TIMEOUT_S, what=f"a pool of {self.state} engines", poll_s=0.01)
-        engine = min(found, key=lambda e: e.started_at)  # the end of one that has just begun counts as a failed start
+        engine = found[0]  # the end of one that has just begun counts as a failed start
         self.victim, self.at = engine.id, time.time()
         return engine.id, self.context.kill(engine.pid)
 
@@ -137,8 +132,6 @@ class RayNodeKilled(RecoversWithSteps):
     """The death of the process without which a node of Ray ends: the GCS of the head, the raylet of the worker. Without
     the head everything on the worker goes on; replicas go on for a moment without the raylet, and so may a step."""
 
-    _PROGRAMS: ClassVar[Mapping[str, str]] = {RAY_HEAD: "gcs_server", RAY_WORKER: "raylet"}
-
     def __init__(self, context: FaultContext, node: str) -> None:
         """``node``: name of its service."""
         super().__init__(context)
@@ -150,13 +143,7 @@ class RayNodeKilled(RecoversWithSteps):
         return self.node, self.context.kill(self.victim)
 
     def _pid(self) -> int:
-        """0: there is none now."""
-        record = compute_services(JobPaths.of(self.context.cfg)).get(self.node)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(record.pid).children() if record is not None and record.pid else []:
-                if process.name() == self._PROGRAMS[self.node] and runs(process):
-                    return process.pid
-        return 0
+        return ray_process(self.context, self.node)
 
     def detected(self) -> bool:
         return self.context.has_event(event_kinds.COMPUTE_FAILING, self.at, self.node) or self.is_back()
@@ -253,7 +240,9 @@ class TrainerRankStopped(RecoversWithSteps):
     def inject(self) -> tuple[str, str]:
         self.at = time.time()
         ranks = self.context.trainer_ranks()
-        rank = max(ranks, key=lambda m: m.id)
+        rank = max(ranks, key=lambda m: m.id, default=None)
+        if rank is None or not psutil.pid_exists(rank.pid):
+            raise VictimTaken("no rank is there")
         self.incarnation, self.ranks = rank.incarnation, len(ranks)
         return f"trainer {rank.id}", self.context.stop(psutil.Process(rank.pid))
 

@@ -8,9 +8,9 @@ import psutil
 
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd import fencing
-from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults import states
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, VictimTaken, stopped
+from elastic_rl.faults.finding import ETCD, await_service, engines_of_pool, trainer_agents
 from elastic_rl.faults.kinds import RecoversWithSteps
 from elastic_rl.host.service_files import node_service
 from elastic_rl.runtime.waiting import wait_until
@@ -32,10 +32,6 @@ class _Outage(RecoversWithSteps):
             self.said = said
         return bool(self.said)
 
-    def _service(self, name: str) -> int:
-        """Pid of a service of the local cluster, once it runs."""
-        return wait_until(lambda: self.context.service(name), timeout_s=INJECT_TIMEOUT_S, what=f"the service {name}")
-
 
 class EtcdStopped(_Outage):
     """SIGSTOP of etcd for a while: connections stay, and nothing answers."""
@@ -45,14 +41,14 @@ class EtcdStopped(_Outage):
         self.seconds, self.name = seconds, "etcd_stopped"
 
     def inject(self) -> tuple[str, str]:
-        etcd = psutil.Process(self._service("etcd-0"))
+        etcd = psutil.Process(await_service(self.context, ETCD))
         with stopped(self.context, etcd):
             self.context.ended.wait(self.seconds)
-        return "etcd-0", f"pid {etcd.pid} was stopped for {self.seconds:g} s"
+        return ETCD, f"pid {etcd.pid} was stopped for {self.seconds:g} s"
 
     def is_back(self) -> bool:
         """etcd runs: the same process, or another one that was started meanwhile."""
-        return bool(self.context.service("etcd-0"))
+        return bool(self.context.service(ETCD))
 
 
 class ServiceKilled(_Outage):
@@ -63,7 +59,7 @@ class ServiceKilled(_Outage):
         self.service, self.name, self.victim = service, f"{service.partition('-')[0]}_killed", 0
 
     def inject(self) -> tuple[str, str]:
-        self.victim = self._service(self.service)
+        self.victim = await_service(self.context, self.service)
         return self.service, self.context.kill(self.victim)
 
     def is_back(self) -> bool:
@@ -89,10 +85,9 @@ class AllEnginesKilled(_Outage):
         wait_until(lambda: len(self.context.ready()) >= self.desired, timeout_s=INJECT_TIMEOUT_S,
                    what="a pool of ready engines")
         killed = dict[str, str]()
-        for engine in self.context.engines():
-            if engine.state is EngineState.READY and not engine.external:
-                with contextlib.suppress(VictimTaken):
-                    killed[engine.id] = self.context.kill(engine.pid)
+        for engine in engines_of_pool(self.context):
+            with contextlib.suppress(VictimTaken):
+                killed[engine.id] = self.context.kill(engine.pid)
         if not killed:
             raise VictimTaken("no engine that was ready was left to kill")
         self.victims = frozenset(killed)
@@ -129,7 +124,9 @@ class ActorKilled(_Outage):
     def inject(self) -> tuple[str, str]:
         executed = wait_until(lambda: states.training(self.context), timeout_s=INJECT_TIMEOUT_S,
                               what="a step that is being trained", poll_s=0.002)
-        actor = self.context.members("actor")[0]
+        actor = next(iter(self.context.members("actor")), None)
+        if actor is None:
+            raise VictimTaken("no actor is there")
         self.victim = actor.incarnation
         return "actor", f"{self.context.kill(actor.pid)}; the trainer was {executed}"
 
@@ -178,8 +175,10 @@ class TrainerStopped(_Outage):
     def inject(self) -> tuple[str, str]:
         members = self.context.trainer_ranks()
         self.victims = frozenset(member.incarnation for member in members)
-        ranks = [psutil.Process(member.pid) for member in members]
-        agent = next(p for p in ranks[0].parents() if "elastic_rl.trainer.group.agent" in " ".join(p.cmdline()))
+        ranks = [psutil.Process(member.pid) for member in members if psutil.pid_exists(member.pid)]
+        agent = next(map(psutil.Process, trainer_agents(rank.pid for rank in ranks)), None)
+        if agent is None:
+            raise VictimTaken("no whole trainer is there")
         for process in (agent, *ranks):
             self.context.stop(process)
         return "trainer", f"agent {agent.pid} and {len(ranks)} ranks were stopped"

@@ -11,29 +11,32 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+from urllib.parse import quote
 
 import psutil
 
 from elastic_rl.config.groups import ACTOR
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd import event_kinds
-from elastic_rl.etcd.records import EngineState
+from elastic_rl.etcd.cluster_records import driver_of
 from elastic_rl.faults import clock, ptrace
 from elastic_rl.faults.context import (
+    ENDED_BY_SIGTERM,
+    EXITED_WITH_0,
     INJECT_TIMEOUT_S,
     FaultContext,
     ForeignProcess,
     VictimTaken,
-    command,
     stopped,
     suspend,
 )
+from elastic_rl.faults.finding import ETCD, engines_of_pool, ray_process, schedulers_of, trainer_agents
 from elastic_rl.faults.kinds import RecoversWithSteps
-from elastic_rl.faults.states import State, provoked
+from elastic_rl.faults.states import VictimState, provoked
 from elastic_rl.faults.undo import Undo
 from elastic_rl.host import file_lock
-from elastic_rl.host.compute_services import RAY_HEAD, RAY_WORKER, compute_services
-from elastic_rl.host.paths import ClusterPaths, JobPaths
+from elastic_rl.host.compute_services import RAY_HEAD, RAY_WORKER
+from elastic_rl.host.paths import ClusterPaths
 from elastic_rl.host.service_files import ServiceFiles, node_service
 from elastic_rl.runtime.process import runs, start_child
 from elastic_rl.runtime.waiting import wait_until
@@ -83,18 +86,11 @@ class ProcessKind:
 
 
 def _engines(context: FaultContext) -> list[int]:
-    found = [e for e in context.engines() if e.state is EngineState.READY and not e.external and e.pid]
-    return [e.pid for e in sorted(found, key=lambda e: e.started_at)]
+    return [e.pid for e in engines_of_pool(context)]
 
 
 def _schedulers(context: FaultContext) -> list[int]:
-    """The processes of SGLang that have the weights, one for each rank of tensor parallelism."""
-    found = list[int]()
-    for pid in _engines(context):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found += [child.pid for child in psutil.Process(pid).children(recursive=True)
-                      if "sglang::scheduler" in command(child) and runs(child)]
-    return found
+    return [scheduler for pid in _engines(context) for scheduler in schedulers_of(pid)]
 
 
 def _members(role: str) -> Callable[[FaultContext], list[int]]:
@@ -106,12 +102,7 @@ def _ranks(context: FaultContext) -> list[int]:
 
 
 def _trainer_agents(context: FaultContext) -> list[int]:
-    found = dict[int, None]()
-    for pid in _ranks(context):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found |= {parent.pid: None for parent in psutil.Process(pid).parents()
-                      if "elastic_rl.trainer.group.agent" in command(parent)}
-    return [*found]
+    return trainer_agents(_ranks(context))
 
 
 def _coordinators(context: FaultContext) -> list[int]:
@@ -141,18 +132,15 @@ def _host_agent(context: FaultContext) -> list[int]:
 
 
 def _run(context: FaultContext) -> list[int]:
-    """The process of the run. Struck from inside of it, as with ``train --faults``, nobody would see what follows."""
-    return [r.pid for r in ServiceFiles(ClusterPaths.of(context.cfg).singletons).running() if r.pid != os.getpid()]
+    """The process of the job's run. Struck from inside of it, as with ``train --faults``, nobody would see what
+    follows."""
+    name = quote(driver_of(context.cfg.job), safe="")
+    return [r.pid for r in ServiceFiles(ClusterPaths.of(context.cfg).singletons).running()
+            if r.name == name and r.pid != os.getpid()]
 
 
-def _of_ray(service: str, program: str) -> Callable[[FaultContext], list[int]]:
-    def pids(context: FaultContext) -> list[int]:
-        record = compute_services(JobPaths.of(context.cfg)).get(service)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return [child.pid for child in psutil.Process(record.pid).children()
-                    if child.name() == program and runs(child)] if record is not None and record.pid else []
-        return []
-    return pids
+def _of_ray(service: str) -> Callable[[FaultContext], list[int]]:
+    return lambda context: [pid] if (pid := ray_process(context, service)) else []
 
 
 PROCESS_KINDS: Mapping[str, ProcessKind] = {kind.name: kind for kind in (
@@ -170,10 +158,10 @@ PROCESS_KINDS: Mapping[str, ProcessKind] = {kind.name: kind for kind in (
     ProcessKind("coordinator_follower", _followers, "coordinator", rejoins=True),
     ProcessKind("dcs", _service(lambda context: node_service(context.cfg.job)), "dcs"),
     ProcessKind("router", _router, "router"),
-    ProcessKind("gcs", _of_ray(RAY_HEAD, "gcs_server"), "compute"),
-    ProcessKind("raylet", _of_ray(RAY_WORKER, "raylet"), "compute"),
+    ProcessKind("gcs", _of_ray(RAY_HEAD), "compute"),
+    ProcessKind("raylet", _of_ray(RAY_WORKER), "compute"),
     ProcessKind("host_agent", _host_agent, "host", rejoins=True),
-    ProcessKind("etcd", _service(lambda _context: "etcd-0"), "etcd"),
+    ProcessKind("etcd", _service(lambda _context: ETCD), "etcd"),
 )}
 """The processes that can be struck, by the name of their kind."""
 
@@ -185,8 +173,8 @@ class Struck(RecoversWithSteps):
     With a ``state``, a process is struck only in it: it is stopped while it seems to be in that state, and let go again
     where it is not any more once it does nothing. What was seen of it then is ``observed``."""
 
-    def __init__(self, context: FaultContext, kind: str, way: Way, *, state: State | None = None, seconds: float = 0.0
-                 ) -> None:
+    def __init__(self, context: FaultContext, kind: str, way: Way, *, state: VictimState | None = None,
+                 seconds: float = 0.0) -> None:
         """``seconds``: for how long it is stopped, its GIL held, or its clock wrong. Raises ValueError for what cannot
         be combined."""
         super().__init__(context)
@@ -220,7 +208,7 @@ class Struck(RecoversWithSteps):
             ptrace.exit_process(pid, striking=self.context.striking(
                 f"pid {pid} was made to exit", lambda: self.context.take(victim)))
             wait_until(lambda: not runs(victim), timeout_s=INJECT_TIMEOUT_S, what=f"the end of pid {pid}", poll_s=0.01)
-            return f"pid {pid} exited with code 0 in the middle of its work"
+            return f"pid {pid} {EXITED_WITH_0} in the middle of its work"
         if self.way.ends:
             self.context.take(victim)
         if self.way is Way.PAUSED:
@@ -235,7 +223,7 @@ class Struck(RecoversWithSteps):
         with self.context.striking(f"pid {pid} was sent SIGTERM"):
             os.kill(pid, signal.SIGTERM)
         wait_until(lambda: not runs(victim), timeout_s=_END_S, what=f"the end of pid {pid}", poll_s=0.02)
-        return f"pid {pid} was sent SIGTERM and seen to end"
+        return f"pid {pid} {ENDED_BY_SIGTERM}"
 
     def _set_clock(self, pid: int, by_s: int) -> str:
         with self.context.undo.noted(Undo.RESET_CLOCK, pid):
@@ -255,7 +243,7 @@ class Struck(RecoversWithSteps):
         self.context.ended.wait(seconds)
         self.context.require_going_on()
 
-    def _inject_in_state(self, state: State) -> tuple[str, str]:
+    def _inject_in_state(self, state: VictimState) -> tuple[str, str]:
         noted = dict[int, dict[str, Any]]()
         working = len(self.kind.pids(self.context))
         try:
@@ -273,7 +261,7 @@ class Struck(RecoversWithSteps):
                 self.context.undo.undo(entry)
         return target, "; ".join(filter(None, (provoked_by, witness, f"it was {self.observed} when it was stopped")))
 
-    def _stopped_in(self, state: State, noted: dict[int, dict[str, Any]]) -> int:
+    def _stopped_in(self, state: VictimState, noted: dict[int, dict[str, Any]]) -> int:
         """Pid of a process that does nothing any more since a moment in which it was in the state; 0: not yet, or not
         known, since etcd does not answer."""
         try:
@@ -284,7 +272,7 @@ class Struck(RecoversWithSteps):
             noted.clear()
             return 0
 
-    def _stopped_if_seen(self, state: State, noted: dict[int, dict[str, Any]]) -> int:
+    def _stopped_if_seen(self, state: VictimState, noted: dict[int, dict[str, Any]]) -> int:
         found = (state.pids or self.kind.pids)(self.context)
         pid = next((pid for pid in found if _alive(pid) and state.seen(self.context, pid)), 0)
         if not pid:

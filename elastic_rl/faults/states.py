@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import httpx
-import psutil
 
 from elastic_rl.coordinator.client.admin_client import RequestRefused
 from elastic_rl.coordinator.election.protocol import leading
@@ -24,11 +23,11 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.records import Engine, EngineState, Leader, VersionState
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext
+from elastic_rl.faults.finding import engines_of_pool, schedulers_of
 from elastic_rl.host.here import heartbeats_here
 from elastic_rl.host.job_secrets import dcs_security, engine_access
 from elastic_rl.net import http_client
-from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ _STREAM = "policy"
 
 
 @dataclass(frozen=True)
-class State:
+class VictimState:
     """A state of a part."""
 
     name: str
@@ -61,8 +60,7 @@ def _engine(context: FaultContext, pid: int) -> Engine | None:
 
 def _family(pid: int) -> list[int]:
     """The schedulers of an engine's server, then the server."""
-    children = psutil.Process(pid).children(recursive=True)
-    return [*(c.pid for c in children if "sglang::scheduler" in command(c) and runs(c)), pid]
+    return [*schedulers_of(pid), pid]
 
 
 def _generating(context: FaultContext, pid: int) -> str:
@@ -91,8 +89,7 @@ def _draining(context: FaultContext, pid: int) -> str:
 def _drain(context: FaultContext) -> str:
     """Asks for the drain of the oldest engine that is ready."""
     def asked() -> str:
-        ready = sorted((e for e in context.engines() if e.state is EngineState.READY and not e.external),
-                       key=lambda e: e.started_at)
+        ready = engines_of_pool(context)
         if len(ready) < context.desired():
             return ""
         context.require_going_on()
@@ -109,9 +106,9 @@ def _draining_engines(context: FaultContext) -> list[int]:
     return [e.pid for e in context.engines() if e.state is EngineState.DRAINING and e.pid]
 
 
-GENERATING = State("generating", _generating, holds=lambda pid: _family(pid)[:-1])
-APPLYING = State("applying", _applying, holds=_family)
-DRAINING = State("draining", _draining, holds=_family, pids=_draining_engines, provoke=_drain)
+GENERATING = VictimState("generating", _generating, holds=lambda pid: _family(pid)[:-1])
+APPLYING = VictimState("applying", _applying, holds=_family)
+DRAINING = VictimState("draining", _draining, holds=_family, pids=_draining_engines, provoke=_drain)
 
 
 # -- the trainer -------------------------------------------------------------------------------------------------------
@@ -137,7 +134,7 @@ def training(context: FaultContext) -> str:
     return f"executing {status.executing}" if status is not None and status.executing else ""
 
 
-PUBLISHING = State("publishing", _publishing)
+PUBLISHING = VictimState("publishing", _publishing)
 
 
 # -- who takes over ----------------------------------------------------------------------------------------------------
@@ -183,13 +180,13 @@ def _leader_killed(context: FaultContext) -> str:
     return f"the leader before it: {context.kill(leader.pid)}"
 
 
-DRIVER_TAKING_OVER = State("taking_over", _driver_takes_over, pids=_new_drivers, provoke=_driver_killed)
-LEADER_TAKING_OVER = State("taking_over", _leader_takes_over, pids=lambda context: [_candidate(context)[0]],
-                           provoke=_leader_killed)
+DRIVER_TAKING_OVER = VictimState("taking_over", _driver_takes_over, pids=_new_drivers, provoke=_driver_killed)
+LEADER_TAKING_OVER = VictimState("taking_over", _leader_takes_over, pids=lambda context: [_candidate(context)[0]],
+                                 provoke=_leader_killed)
 
 
-def provoked(state: State, context: FaultContext, attempt: Callable[[], int], *, tries: int = 8, each_s: float = 60.0,
-             ) -> tuple[int, str]:
+def provoked(state: VictimState, context: FaultContext, attempt: Callable[[], int], *, tries: int = 8,
+             each_s: float = 60.0) -> tuple[int, str]:
     """Has a process go into the state, until ``attempt`` has caught one in it; returns its result, and what was done
     for it. Raises DeadlineExceeded after ``tries`` of them that passed."""
     if state.provoke is None:

@@ -14,8 +14,9 @@ from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.decoding import readable
-from elastic_rl.etcd.records import DcsNode, EngineState
+from elastic_rl.etcd.records import DcsNode
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, VictimTaken
+from elastic_rl.faults.finding import await_service, engines_of_pool
 from elastic_rl.faults.kinds import RecoversWithSteps
 from elastic_rl.faults.undo import Undo
 from elastic_rl.host.service_files import node_service
@@ -24,9 +25,9 @@ from elastic_rl.runtime.waiting import wait_until
 _NO_GROWTH = 1
 """Limit of the size of a process's files, in bytes."""
 
+
 def _node(context: FaultContext) -> int:
-    return wait_until(lambda: context.service(node_service(context.cfg.job)), timeout_s=INJECT_TIMEOUT_S,
-                      what="the DCS node")
+    return await_service(context, node_service(context.cfg.job))
 
 
 def _records(context: FaultContext) -> list[DcsNode]:
@@ -89,14 +90,13 @@ class ChunksDamaged(RecoversWithSteps):
         self._victim, self._desired, self._state = "", 0, 0
 
     def inject(self) -> tuple[str, str]:
-        engine = wait_until(lambda: next((e for e in self.context.engines() if e.state is EngineState.READY
-                                          and not e.external and e.pid), None),
-                            timeout_s=INJECT_TIMEOUT_S, what="an engine that is ready")
+        engine = wait_until(lambda: next(iter(engines_of_pool(self.context)), None), timeout_s=INJECT_TIMEOUT_S,
+                            what="an engine that is ready")
         pid = _node(self.context)
         folder, node = self._folder(pid), next((r.id for r in _records(self.context) if r.pid == pid), "")
         head, self._state = self._head(Stream.POLICY), self._head(Stream.TRAINER_STATE)
         self._desired, self._victim, self.at = self.context.desired(), engine.id, time.time()
-        # The driver does not replace the engine before the files are damaged: both are stopped meanwhile.
+        # The engine is killed last: its replacement is to read from files that are damaged already.
         node_killed = self.context.kill(pid)
         spared = self._made_once(folder)
         files = [path for path in folder.glob("[0-9a-f][0-9a-f]/*") if "." not in path.name and path.name not in spared]

@@ -61,7 +61,7 @@ def resolved_key(event: Event, job: str) -> str | None:
 def fault_of(kind: str, subject: str) -> str:
     """Key of the fault that an alert is a sign of, so that several signs of one fault are one alert: a member that
     hangs, is killed for it and dies; a driver's death and the global restart that may follow; a durable store that
-    fails and so falls behind; a disk that is full and so takes no more."""
+    fails and so falls behind."""
     part, _, what = kind.partition(".")
     match kind:
         case "restart.requested":
@@ -77,8 +77,6 @@ def fault_of(kind: str, subject: str) -> str:
             return "job"
         case "durable.behind" | "dcs.durable_failed":
             return "durable"
-        case "dcs.full" | "dcs.disk_failing":
-            return f"dcs.disk/{subject}"
     if part == "driver":
         return _RUN
     if part in TRAINER_GROUPS and what in ("dead", "hung"):

@@ -108,6 +108,9 @@ class FailureController:
             if known.operation and self._follow(known, snapshot):
                 continue  # the next pass acts on what it wrote
             match policy.due(known, snapshot.leader_time, progress):
+                case RecoveryAction.RESTART if not _is_stuck(target, snapshot):  # it goes on by itself, or has ended
+                    writes = self._update(snapshot, policy.cleared(known))
+                    self._guarded(writes.compares, writes.ops)
                 case RecoveryAction.RESTART:
                     self._restart(target, known, snapshot)
                 case RecoveryAction.GLOBAL_RESTART:
@@ -196,6 +199,14 @@ class FailureController:
         writes, key = WriteSet(), self._keys.fault(record.target)
         writes.put(key, snapshot.revision(key), record)
         return writes
+
+
+def _is_stuck(target: str, snapshot: ClusterSnapshot) -> bool:
+    """Whether there still is a reason for the restart of a target: a member of it hangs, or the engine is behind."""
+    engine = snapshot.engines.get(name_of(target)) if target.startswith(engine_target("")) else None
+    return (engine is not None and engine.is_behind) or any(
+        member.hung_at and not member.dead and policy.target_of(member.role, member.id) == target
+        for member in snapshot.registry.values())
 
 
 def _in_this_epoch(log: FaultLog, snapshot: ClusterSnapshot) -> FaultLog:

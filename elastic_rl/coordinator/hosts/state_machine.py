@@ -8,6 +8,7 @@
                  └─────────────────────────────────────────────────────────────────┘
     any registered host but a lost one ──drain──▶ DRAINING ──holds nothing──▶ LEFT ──drain is withdrawn──▶ JOINING
     any registered host ──another incarnation──▶ JOINING
+    SUSPECTED, LOST ──has registered and lost that lease while nobody led──▶ SUSPECTED
 
 The transition that must NOT exist: from registered to READY without *evidence*, the report of the agent's present
 registration that it follows the assignments and that no process of an older generation is left. So there is no edge
@@ -139,7 +140,7 @@ def advance(before: HostState | None, seen: SeenHost, leader_s: float, times: Ho
 
 
 def _absent(before: HostState | None, seen: SeenHost, leader_s: float, times: HostTimes) -> HostState | None:
-    if before is None or before.phase in (HostPhase.LOST, HostPhase.LEFT):
+    if before is None or before.phase is HostPhase.LEFT or (before.phase is HostPhase.LOST and not seen.came_between):
         return before
     if before.phase is not HostPhase.SUSPECTED or seen.came_between:
         # Its agent may have started something under a lease that no leader has seen: the time begins with its end.

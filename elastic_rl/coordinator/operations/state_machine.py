@@ -65,9 +65,10 @@ def _scale(op: Operation, snapshot: ClusterSnapshot) -> Operation:
     if spec is None or spec.desired != desired:
         now = "is gone" if spec is None else f"has {spec.desired} desired engines"
         return _end(op, OperationState.CANCELLED, snapshot.now, error=f"superseded: pool {pool} {now}")
-    ready, draining = snapshot.ready(pool), snapshot.draining(pool)
     status = snapshot.statuses.get(pool)
     starting = status.starting if status else 0
+    # An engine that is to leave before it has a record is in the driver's count alone.
+    ready, draining = snapshot.ready(pool), max(snapshot.draining(pool), status.draining if status else 0)
     if ready == desired and not draining and not starting:
         return _end(op.replace(done=desired, total=desired), OperationState.SUCCEEDED, snapshot.now,
                     message=f"{counted(ready, 'engine')} ready", ready=ready)

@@ -9,6 +9,7 @@ reports ``dcs.catalog_mismatch`` until a person has run ``elastic-rl versions re
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -97,7 +98,9 @@ class GarbageCollector:
                  ) -> list[str]:
         """``needed``: numbers of versions that stay in any case."""
         committed = {e.version.number: e for e in entries if e.version.state is VersionState.COMMITTED}
-        old = to_release([e.version for e in committed.values()], self._retention, time.time(), pinned=needed)
+        # By the newest one: a leader whose clock is ahead must not take all others for old.
+        now = min(time.time(), max((e.version.committed_at for e in committed.values()), default=math.inf))
+        old = to_release([e.version for e in committed.values()], self._retention, now, pinned=needed)
         old_entries = [*(e for e in entries if e.version.state is VersionState.RELEASING),
                        *(committed[n] for n in old)]
         if not old_entries:

@@ -57,6 +57,7 @@ class HeadHolders:
                 node_id: [d for i in held if i < len(parts) for d in parts[i]]
                 for node_id, held in replica_sets.parts_by_node(sets).items() if node_id in nodes})
             if not lacking:
+                self._unknown = 0
                 return False
             lacking, all_answered = self._lacking(lacking, dict.fromkeys(nodes, sorted(lacking)))
             if not lacking:

@@ -69,8 +69,9 @@ class Repairer:
         """All nodes and their states when nothing more could be done for a version."""
         self._confirmed: dict[_VersionKey, dict[str, _NodeState]] = {}
         """Nodes that were asked and have what the replica sets list for them, with their states at that time."""
-        self._failed: dict[_VersionKey, tuple[int, float]] = {}
-        """How often in a row a version could not be repaired, and when it is tried again."""
+        self._failed: dict[_VersionKey, tuple[int, float, frozenset[tuple[str, _NodeState]]]] = {}
+        """How often in a row a version could not be repaired, when it is tried again, and the nodes that were there:
+        with another one it is tried at once."""
         self._recheck_at: dict[_VersionKey, float] = {}
         """When a version that is short of copies is examined again, whatever the nodes."""
         self._manifests: OrderedDict[str, list[list[str]]] = OrderedDict()
@@ -116,11 +117,11 @@ class Repairer:
                     self._note(key, replica_sets.fewest(found_now.replica_sets, nodes), wanted)
         lines = []
         for key in due:
-            entry, failures = committed[key], self._failed.get(key, (0, 0.0))[0]
+            entry, failures = committed[key], self._failed[key][0] if key in self._failed else 0
             try:
                 lines += self._repair(entry, nodes, wanted, as_of, identity, guard)
             except ElasticRLError as e:
-                self._failed[key] = (failures + 1, self._clock() + backoff_s(failures + 1, *_RETRY_S))
+                self._failed[key] = (failures + 1, self._clock() + backoff_s(failures + 1, *_RETRY_S), there)
                 lines.append(f"could not repair {key[0]} version {key[1]}: {e.message}")
                 if (short := self._short.get(key)) is not None:
                     self._short = {**self._short, key: replace(short, why=e.message)}
@@ -133,9 +134,9 @@ class Repairer:
 
     def _is_due(self, key: _VersionKey, there: frozenset[tuple[str, _NodeState]]) -> bool:
         """Whether a version is to be examined. ``there``: all nodes and their states."""
-        now, (_, retry_at) = self._clock(), self._failed.get(key, (0, 0.0))
+        now, (_, retry_at, known) = self._clock(), self._failed.get(key, (0, 0.0, there))
         done = self._examined.get(key) == there and now < self._recheck_at.get(key, math.inf)
-        return not done and now >= retry_at
+        return not done and (now >= retry_at or not there <= known)
 
     def _begin(self, guard: Sequence[Compare]) -> None:
         """A round under another guard than the last one examines all versions."""

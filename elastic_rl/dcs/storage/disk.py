@@ -139,7 +139,7 @@ class WriteBatch:
             raise DiskFull(f"{used} of {disk.limit_bytes} bytes of {disk.folder} are used, and a chunk of {nbytes} is "
                            f"to be added", hint="set a larger dcs.disk_bytes or fewer dcs.keep_versions")
         path = disk.path(digest)
-        with self._removed_on_failure(path.with_name(path.name + _PARTIAL)) as partial:
+        with self._removed_on_failure(path.with_name(path.name + _PARTIAL), nbytes) as partial:
             if not path.parent.exists():
                 path.parent.mkdir()
                 sync_folder(disk.folder)
@@ -169,7 +169,7 @@ class WriteBatch:
             for digest in renamed:
                 with contextlib.suppress(OSError):
                     self._disk.remove(digest)
-            raise self._explained(e) from e
+            raise self._explained(e, sum(nbytes for _, _, nbytes in self._files.values())) from e
         for digest, (fd, _, nbytes) in self._files.items():
             os.close(fd)
             self._disk.account(digest, nbytes)
@@ -177,16 +177,18 @@ class WriteBatch:
         return renamed
 
     @contextlib.contextmanager
-    def _removed_on_failure(self, partial: Path) -> Iterator[Path]:
+    def _removed_on_failure(self, partial: Path, nbytes: int) -> Iterator[Path]:
         try:
             yield partial
         except OSError as e:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
-            raise self._explained(e) from e
+            raise self._explained(e, nbytes) from e
 
-    def _explained(self, error: OSError) -> OSError | DiskFull:
-        if error.errno not in _FULL:
+    def _explained(self, error: OSError, nbytes: int) -> OSError | DiskFull:
+        """The error of a write of so many bytes. A quota, or a file system without inodes, refuses them while there
+        seems to be room, which nobody would see if it were for want of room."""
+        if error.errno not in _FULL or self._disk.room() >= nbytes:
             return error
         return DiskFull(f"the file system of {self._disk.folder} has no room for a chunk",
                         hint="free some, or set a smaller dcs.disk_bytes")

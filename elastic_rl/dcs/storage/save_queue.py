@@ -119,6 +119,8 @@ class SaveQueue:
     def _unschedule(self, digest: str) -> None:
         self._not_ready(digest)
         self.nbytes -= self._unsaved.pop(digest, 0)
+        if not self._unsaved:
+            self.trouble = None  # of chunks that are gone
 
     def _pick(self) -> tuple[_Version | None, str | None]:
         """The next chunk and the version that it is saved for."""

@@ -87,6 +87,8 @@ class Singletons:
                     self._stop(records[name], generation, reason)
                 case Adopt(name, generation):
                     self._adopt(records[name], generation)
+                case Start(name) if not view.lease.allows_start(self._clock(), self._times):
+                    waits[name] = "waits for the host's lease"
                 case Start(name) if starts and self._clock() - now >= self._times.agent_pass_s:
                     waits[name] = "is started in the next pass"  # by the lease and the assignments of then
                 case Start(name, generation, arguments):

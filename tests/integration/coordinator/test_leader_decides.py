@@ -21,6 +21,7 @@ from elastic_rl.coordinator.leader_clock import LeaderTime
 from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.coordinator.records import FaultLog, LastSeen, RecoveryAction
+from elastic_rl.coordinator.targets import JOB
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import event_kinds, events, fencing
@@ -463,7 +464,7 @@ def test_skewed_clock_of_the_next_leader_neither_ends_an_operation_nor_keeps_it(
 
 def test_backoff_goes_by_the_leader_clock_whatever_wall_clocks_say(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys
                                                                    ) -> None:
-    log = FaultLog(target="trainer", pending=RecoveryAction.RESTART, due_at=60.0, reason="r")
+    log = FaultLog(target="trainer", pending=RecoveryAction.GLOBAL_RESTART, due_at=60.0, reason="r")
     etcd.put(keys.fault("trainer"), log.encode())
 
     def await_pass(leader: Leader) -> None:
@@ -486,13 +487,30 @@ def test_backoff_goes_by_the_leader_clock_whatever_wall_clocks_say(lead: Any, pl
     first_clock[0] += 50.0
     await_leader_time(50.0)
     await_pass(first)
-    assert "trainer" not in open_requests(etcd, keys)
+    assert JOB not in open_requests(etcd, keys)
     first.close()
     second = lead("b", skew_s=3600.0, monotonic=lambda: second_clock[0])
     await_pass(second)
-    assert "trainer" not in open_requests(etcd, keys), "10 s of the backoff are left"
+    assert JOB not in open_requests(etcd, keys), "10 s of the backoff are left"
     second_clock[0] += 10.5
-    wait_until(lambda: "trainer" in open_requests(etcd, keys), what="the restart request")
+    wait_until(lambda: JOB in open_requests(etcd, keys), what="the restart request")
+
+
+def test_restart_that_waited_is_not_made_of_a_part_that_goes_on(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys
+                                                               ) -> None:
+    """It hung, and went on while its restart had a backoff, or nobody led."""
+    plane.member("trainer", "rank-0")
+    hung = FaultLog(target="trainer", pending=RecoveryAction.RESTART, reason="it hung")
+    etcd.put(keys.fault("trainer"), hung.encode())
+    lead("a")
+
+    def pending() -> RecoveryAction:
+        found = readable_one(etcd.get(keys.fault("trainer")), FaultLog)
+        assert found is not None
+        return found.pending
+
+    wait_until(lambda: pending() is RecoveryAction.NONE, what="the end of the pending restart")
+    assert open_requests(etcd, keys) == {}
 
 
 def test_failed_restart_withdraws_its_request(lead: Any, etcd: EtcdClient, keys: Keys, cfg: Config,
@@ -515,8 +533,7 @@ def test_policy_restart_that_no_driver_carries_out_becomes_a_global_restart(
     monkeypatch.setattr("elastic_rl.coordinator.operations.service._TRAINER_GRACE_S", 0.0)
     trainer = cfg.trainer.model_copy(update={"start_timeout_s": 0.5})
     fencing.raise_epoch(etcd, keys, "driver-1")
-    due = FaultLog(target="trainer", epoch=1, pending=RecoveryAction.RESTART, reason="r")
-    etcd.put(keys.fault("trainer"), due.encode())
+    plane.member("trainer", "rank-0", epoch=1)  # which makes no progress, and is found to hang
     engine = cfg.engine.model_copy(update={"start_timeout_s": 0.5})
     leader = lead("a", config=cfg.model_copy(update={"trainer": trainer, "engine": engine}))
     request = wait_until(lambda: open_requests(etcd, keys).get("job"), what="the global restart")

@@ -221,6 +221,9 @@ def test_version_that_does_not_fit_elsewhere_is_known_with_the_reason(dcs: DcsCl
     [version] = repairing.short([])[0]
     assert (version.number, version.copies, version.wanted) == (1, 1, 2)
     assert version.why and version.why in line
+    dcs.start("c")
+    repairing.round([])
+    assert repairing.short([])[0] == [], "it does not wait for its backoff where there is another node"
 
 
 def test_all_versions_are_known_to_be_short_while_the_copies_of_one_are_made(

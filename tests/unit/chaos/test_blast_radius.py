@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,7 +10,8 @@ import pytest
 
 from chaos_tests import blast_radius
 from chaos_tests.blast_radius import BlastRadius, OutOfRadius, guarded, parts, replicas_of
-from chaos_tests.faults.catalogue import FAULTS, Need, Part
+from chaos_tests.faults.catalogue import FAULTS, Need, Part, met
+from elastic_rl import config
 from elastic_rl.errors import ConfigError, EtcdUnavailable
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.faults.context import Fault
@@ -91,6 +93,16 @@ def test_fault_whose_needs_are_not_met_is_refused() -> None:
                                              {Need.OUTSIDE, Need.ONE_HOST})
     assert allowed == ["engine_killed"] and "ptrace" in refused["actor_exited"]
     assert "dcs.disk_bytes" in refused["chunks_torn"]
+
+
+@pytest.mark.parametrize("name", ["chunks_torn", "chunk_bits_flipped", "coordinator_clock_set_ahead"])
+def test_what_nobody_could_give_back_is_destroyed_on_clusters_of_the_run_alone(name: str, tmp_path: Path) -> None:
+    """The only copies of versions, and silences that end by a clock that is ahead."""
+    cfg = config.parse({"job": "j", "run_dir": str(tmp_path)})
+    attached = met(cfg, own=False)
+    assert Need.OWN_CLUSTER in met(cfg) - attached and Need.OWN_CLUSTER in FAULTS[name].all_needs
+    assert "leave --job out" in blast_radius.unmet(name, frozenset(Need) - {Need.OWN_CLUSTER})
+    assert BlastRadius(allow_last=True).allowed({name: 1.0}, PLENTY, attached)[0] == []
 
 
 def test_every_part_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

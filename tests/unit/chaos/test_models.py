@@ -358,8 +358,9 @@ def test_operation_that_was_deleted_does_not_come_back() -> None:
         return [Operation("c", "key", "get", "op-0", at + n, at + n + 0.5, result) for n, result in enumerate(results)]
 
     made = Operation("c", "key", "create", None, 0.0, 0.5, "op-0")
-    assert check(operation.CreatedOnce(), [made, *read(1.0, "running", "succeeded", "absent", "absent")]) == []
-    assert check(operation.CreatedOnce(), [made, *read(1.0, "running", "succeeded", "absent", "succeeded")]) != []
+    model = operation.LongRunningOperation()
+    assert check(model, [made, *read(1.0, "running", "succeeded", "absent", "absent")]) == []
+    assert check(model, [made, *read(1.0, "running", "succeeded", "absent", "succeeded")]) != []
 
 
 @dataclass

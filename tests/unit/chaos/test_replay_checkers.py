@@ -426,6 +426,14 @@ def test_watch_delivers_each_change_once_in_order(keeps: bool, events: list[Even
     assert (found == []) == keeps, found
 
 
+@pytest.mark.parametrize(("last", "keeps"), [(3, True), (4, False)])
+def test_watch_may_end_amid_a_transaction_after_the_last_change_of_the_run(last: int, keeps: bool) -> None:
+    both = [{**changes(4)[0], "key": f"{J.root}k4{part}"} for part in ("a", "b")]
+    half = {"kind": Kind.WATCH, "client": "c", "prefix": J.root, "revision": 4, "put": True, "key": f"{J.root}k4a"}
+    log = [*changes(2, 3), *both, *watched(2, 3), half, {"kind": Kind.END, "revision": last}]
+    assert ([*judge.broken(log, watches.CHECKERS)] == []) == keeps
+
+
 @pytest.mark.parametrize(("keeps", "events"), [
     (True, [*watched(2, 3, 4, 5)]), (True, [*watched(2, 3), *watched(listed=5)]), (False, [*watched(2, 3)]),
     (False, [*watched(2), *watched(listed=4)]), (False, [*watched(2, 3, 4, 5), *watched(2, client="d")])],

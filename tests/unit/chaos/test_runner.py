@@ -17,7 +17,7 @@ import httpx
 import pytest
 from support.waiting import wait_until
 
-from chaos_tests import abort, runner
+from chaos_tests import abort, collectors, results, runner
 from chaos_tests.abort import AbortSwitch
 from chaos_tests.event_log import Event, EventLog, Kind, read
 from chaos_tests.nemesis.schedule import Schedule, Strike
@@ -99,7 +99,7 @@ def test_observer_that_has_ended_says_so_when_it_is_closed(tmp_path: Path) -> No
 
 def test_record_of_a_fault_has_what_the_catalogue_says_of_it(tmp_path: Path) -> None:
     event_log = EventLog(tmp_path / "events.jsonl")
-    recorded = runner._FaultRecords(event_log, cast(Any, SimpleNamespace(write=lambda *_, **__: None)), lambda _: None)
+    recorded = collectors.FaultLog(event_log, cast(Any, SimpleNamespace(write=lambda *_, **__: None)), lambda _: None)
     recorded.write("fault", name="raylet_killed", step=3, target="", problem="", injected_at=1.0, healed_at=2.0)
     event_log.close()
     [line] = (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()
@@ -168,8 +168,8 @@ def followed(folder: Path, monkeypatch: pytest.MonkeyPatch, *, recovery_s: float
         aborts.request(why)
     log = EventLog(folder / "events.jsonl")
     scenario = replace(SCENARIOS["quick"], traffic=("broken",))
-    end = runner._Play(cast(Any, Away(folder / "runs")), scenario, Schedule(1, 10, (), scenario="quick"), folder, log,
-                       aborts, runner.Limits(recovery_s=recovery_s), lambda line: None).follow()
+    end = runner._Run(cast(Any, Away(folder / "runs")), scenario, Schedule(1, 10, (), scenario="quick"), folder, log,
+                       aborts, runner.Limits(recovery_s=recovery_s), lambda line: None).run_to_end()
     return {**end, "aborted": aborts.why}
 
 
@@ -205,11 +205,11 @@ def test_what_a_run_takes_is_sampled_on_its_own_cluster_without_faults(
     monkeypatch.setattr(runner, "Observer", NoObserver)
     monkeypatch.setattr(runner, "_END_S", 1.0)
     for name in ("store", "processes"):
-        monkeypatch.setattr(runner._Play, f"_sample_{name}", lambda self, name=name: taken.add(name))
+        monkeypatch.setattr(runner._Run, f"_sample_{name}", lambda self, name=name: taken.add(name))
     aborts, log = AbortSwitch(tmp_path), EventLog(tmp_path / "events.jsonl")
     aborts.request("SIGINT")
-    runner._Play(cast(Any, target), replace(SCENARIOS["quick"], traffic=()), Schedule(
-        1, 10, strikes, scenario="quick"), tmp_path, log, aborts, runner.Limits(), lambda line: None).follow()
+    runner._Run(cast(Any, target), replace(SCENARIOS["quick"], traffic=()), Schedule(
+        1, 10, strikes, scenario="quick"), tmp_path, log, aborts, runner.Limits(), lambda line: None).run_to_end()
     assert taken == sampled
 
 
@@ -217,7 +217,7 @@ def test_poller_that_has_ended_by_an_error_says_so() -> None:
     def poll() -> None:
         raise KeyError("step")
 
-    poller = runner._Poller(poll, 0.01)
+    poller = collectors.Poller(poll, 0.01)
     with pytest.raises(KeyError, match="step"):
         poller.close()
 
@@ -241,7 +241,7 @@ def test_job_is_asked_to_stop_once_all_is_back_and_a_step_was_made(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: bool) -> None:
     monkeypatch.setattr(runner, "_POLL_S", 0.01)
     target, log, aborts = Running(tmp_path / "runs"), EventLog(tmp_path / "events.jsonl"), AbortSwitch(tmp_path)
-    play = runner._Play(cast(Any, target), SCENARIOS["quick"], Schedule(1, 10, (), scenario="quick"), tmp_path, log,
+    play = runner._Run(cast(Any, target), SCENARIOS["quick"], Schedule(1, 10, (), scenario="quick"), tmp_path, log,
                         aborts, runner.Limits(recovery_s=600.0 if back else 0.2), lambda line: None)
 
     def change(revision: int, key: str, record: object) -> None:
@@ -262,6 +262,17 @@ def test_job_is_asked_to_stop_once_all_is_back_and_a_step_was_made(
     assert (stop["revision"], stop["step"]) == (4 if back else 3, 7) and stop["since"] <= stop["at"]
 
 
+def test_log_has_no_secret_of_the_settings_that_a_job_was_begun_with(tmp_path: Path) -> None:
+    target, log = Running(tmp_path / "runs"), EventLog(tmp_path / "events.jsonl")
+    play = runner._Run(cast(Any, target), SCENARIOS["quick"], Schedule(1, 10, (), scenario="quick"), tmp_path, log,
+                        AbortSwitch(tmp_path), runner.Limits(), lambda line: None)
+    kept = {"data.options": {"api_key": "hf_1234567", "rows": 5}}
+    play._on_change({"revision": 2, "create": 2, "put": True, "key": target.keys.job_spec(),
+                     "value": json.dumps({"settings": kept})})
+    text = (tmp_path / "events.jsonl").read_text()
+    assert "hf_1234567" not in text and "rows" in text
+
+
 # -- a job on several hosts --------------------------------------------------------------------------------------------
 def test_run_on_hosts_says_at_once_that_this_machine_cannot_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                                                       ) -> None:
@@ -280,7 +291,7 @@ def test_steps_of_all_hosts_are_copied_once_in_the_order_of_their_times(tmp_path
     other.folder.mkdir(parents=True)
     target.folders = (target.paths, other)
     log = EventLog(tmp_path / "events.jsonl")
-    steps = runner._Steps(cast(Any, target), log)
+    steps = collectors.StepCopier(cast(Any, target), log)
     for paths, records in ((target.paths, [(1, 10.0), (2, 11.0), (4, 14.0)]), (other, [(2, 12.0), (3, 13.0)])):
         with paths.steps.open("a") as file:
             file.writelines(json.dumps({"kind": "step", "step": step, "at": at}) + "\n" for step, at in records)
@@ -324,7 +335,7 @@ class Running(Away):
 
 
 def attached(folder: Path, target: Running, monkeypatch: pytest.MonkeyPatch, minutes: float
-             ) -> tuple[runner.Outcome, list[Event]]:
+             ) -> tuple[results.Outcome, list[Event]]:
     for name, value in (("Observer", NoObserver), ("_END_S", 0.0), ("_ALERTS_END_S", 0.0), ("_POLL_S", 0.05),
                         ("require_client", lambda: None)):
         monkeypatch.setattr(runner, name, value)

@@ -51,8 +51,8 @@ def test_longer_run_has_more_faults_and_a_short_one_as_many_as_find_room() -> No
 def test_growth_is_framed_by_two_losses_of_the_run_where_it_is_long_enough() -> None:
     growth = SCENARIOS["growth"]
     found = growth.schedule(1)
-    assert [(strike.step, strike.faults) for strike in found.strikes] == [(300, ("run_killed",)), (
-        found.steps - 300, ("run_killed",))]
+    assert [(strike.step, strike.faults) for strike in found.strikes] == [(300, ("raylet_killed",)), (
+        found.steps - 300, ("raylet_killed",))]
     assert found.calm_steps == found.steps - 600
     assert growth.schedule(1, steps=FEWEST_STEPS).strikes == growth.schedule(1, faults=0).strikes == ()
 
@@ -75,7 +75,7 @@ def test_what_clients_do_is_of_the_model_that_their_traffic_names(name: str, mon
     def unanswered(*_: Any, **__: Any) -> Any:
         raise Unknown
 
-    api = cluster_changes.Target({"r": "https://r"}, "j", {}, False, {"a": "10.0.0.1"})
+    api = cluster_changes.ApiTarget({"r": "https://r"}, "j", {}, False, {"a": "10.0.0.1"})
     for module in (cluster_changes, pool_changes):
         monkeypatch.setattr(module, "send", unanswered)
     monkeypatch.setattr(cluster_changes.ClusterCalls, "ready_engine", lambda *_: "engine")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,10 @@ from typing import Any
 import pytest
 from support.chaos_log import CLUSTER, JOB, KEYS, START, STEPS, Log, Record, edited, of_kind, value_of
 
+from chaos_tests import validate
 from chaos_tests.event_log import Kind, Records
 from chaos_tests.validate.attribution import AFTER_S
-from chaos_tests.validate.judge import judge
+from chaos_tests.validate.judge import CHECKERS, judge
 from chaos_tests.validate.running import RECOVERY_S
 from chaos_tests.validate.verdict import MOST_SHOWN, RULES, State, Verdict
 
@@ -124,6 +127,16 @@ def event(name: str, at: float) -> Edit:
 def operation(client: str, call: str, argument: Any, began: float, ended: float | None, result: Any) -> Record:
     return {"at": 1.0, "kind": "operation", "model": "number", "client": client, "key": "pool", "call": call,
             "argument": argument, "began_s": began, "ended_s": ended, "result": result}
+
+
+def test_package_says_where_each_rule_is_judged() -> None:
+    index = {rule: " ".join(text.split()) for rule, text in re.findall(r"^- ([^:]+): ((?:.|\n(?!- |\Z))*)",
+                                                                    inspect.getdoc(validate) or "", re.MULTILINE)}
+    assert {rule for rules in index for rule in rules.split(", ")} == RULES.keys()
+    for checker in CHECKERS:
+        module = checker.__module__.rpartition(".")[2]
+        told = next(text for rules, text in index.items() if checker.rule in rules.split(", "))
+        assert f"``{module}``" in told or module in told and f".{checker.__name__}``" in told, checker
 
 
 def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidence_of() -> None:

@@ -19,14 +19,14 @@ from typing import Any, get_args
 
 import pytest
 
-from chaos_tests import abort, blast_radius, observation, report, runner
+from chaos_tests import abort, blast_radius, collectors, observation, report, results, runner
 from chaos_tests import target as chaos_target
 from chaos_tests.event_log import FORM, EventLog, Kind
 from chaos_tests.faults.catalogue import FAULTS, Need, Part
 from chaos_tests.nemesis.schedule import Schedule, Strike
 from chaos_tests.report.build import build
 from chaos_tests.report.html import render
-from chaos_tests.runner import Outcome
+from chaos_tests.results import Outcome
 from chaos_tests.scenarios import SCENARIOS
 from chaos_tests.sim.worlds import WORLDS
 from elastic_rl import config
@@ -82,7 +82,7 @@ def test_dry_run_prints_a_schedule_that_can_be_replayed(tmp_path: Path, capsys: 
     (["run", "--scenario", "quick", "--minutes", "9", "--faults", "10000000"], "Input should be"),
     (["run", "--scenario", "quick", "--minutes", "9", "--faults", "9999"], "need more than 540"),
     (["run", "--scenario", "quick", "--minutes", "0.5"], "more than 30 seconds"),
-    (["run", "--scenario", "growth", "--faults", "5"], "the scenario growth has no faults"),
+    (["run", "--scenario", "growth", "--faults", "5"], "no faults are drawn in the scenario growth"),
     (["run", "--scenario", "quick", "--out=o", "--run_dir=r", "--dry-run"], "--run_dir: the results go to --out"),
     (["sim", "--worlds", "steps,unheard-of"], "there are no worlds unheard-of"),
     (["run", "--scenario", "quick", "--only", "engines"], "--only: only for a run against a cluster that runs"),
@@ -200,7 +200,7 @@ def test_failing_schedule_is_shrunk_to_the_fault_that_makes_it_fail(runs: list[d
     file.write_text(SCHEDULE.to_json())
     assert run("shrink", str(file), f"--out={out}", "-o", "json") == Exit.OK
     assert json.loads(capsys.readouterr().out)["faults"] == 1
-    found = runner.schedule_at(out)
+    found = results.schedule_at(out)
     assert [strike.faults for strike in found.strikes] == [("router_killed",)]
     assert len({made["folder"] for made in runs}) == len(runs), "each run has a folder of its own"
 
@@ -222,7 +222,7 @@ def test_hang_is_shrunk_too_and_what_was_found_is_kept_where_somebody_ends_it(
     file, out = tmp_path / "s.json", tmp_path / "small"
     file.write_text(SCHEDULE.to_json())
     assert run("shrink", str(file), f"--out={out}") == code
-    assert runner.schedule_at(out).faults < SCHEDULE.faults
+    assert results.schedule_at(out).faults < SCHEDULE.faults
     assert ("smallest schedule that has failed so far" in capsys.readouterr().err) == (code != Exit.OK)
 
 
@@ -240,11 +240,11 @@ def test_part_that_fails_in_another_way_than_the_run_is_none(broken: bool, tmp_p
     (folder / "schedule.json").write_text(SCHEDULE.to_json())
     (folder / report.EVENTS).touch()
     monkeypatch.setattr(runner, "run", made)
-    monkeypatch.setattr(runner, "outcome_of", lambda path: Outcome(path, ["I9: no alert"] if broken else []))
+    monkeypatch.setattr(results, "outcome_of", lambda path: Outcome(path, ["I9: no alert"] if broken else []))
     assert run("shrink", str(folder), f"--out={tmp_path / 'small'}") == (Exit.OK if broken else Exit.USAGE)
     said = capsys.readouterr().err
     if broken:
-        assert [strike.faults for strike in runner.schedule_at(tmp_path / "small").strikes] == [("engine_killed",)]
+        assert [strike.faults for strike in results.schedule_at(tmp_path / "small").strikes] == [("engine_killed",)]
         assert "it fails in another way" in said and "I9" in said
     else:
         assert "broke no rule" in said
@@ -551,7 +551,7 @@ def test_secrets_of_the_command_line_are_in_no_file_of_the_results_and_are_asked
     schedule = replace(SCHEDULE, settings=("--data.options.api_key=T0KEN", "--train.lr=0.5"))
     folder = tmp_path / "r"
     with abort.running(folder):
-        runner._prepare(schedule, folder)
+        results.prepare(schedule, folder)
         with runner._log_of(folder, schedule, config.parse({}), "one host", runner.Limits(), baseline=False):
             pass
     report.write(folder)
@@ -584,8 +584,8 @@ def test_line_that_strikes_a_job_again_is_whole(attached: list[runner.Limits], t
 def test_sealed_settings_of_a_job_are_kept_as_a_digest() -> None:
     def kept(sealed: str) -> Any:
         change = {"revision": 3, "put": True, "key": "/_clusters/c/jobs/j", "value": json.dumps({"settings": sealed})}
-        return runner._without_seal(change)
+        return collectors.without_seal(change)
 
     assert "gAAAA" not in json.dumps(kept("gAAAA1")) and kept("gAAAA1") != kept("gAAAA2")
     assert kept("gAAAA1") == kept("gAAAA1") and json.loads(kept("")["value"]) == {"settings": ""}
-    assert runner._without_seal({"value": "\xff no record"}) == {"value": "\xff no record"}
+    assert collectors.without_seal({"value": "\xff no record"}) == {"value": "\xff no record"}

@@ -8,7 +8,7 @@ import pytest
 from support.budget import seeds
 
 from chaos_tests.sim.cluster import run
-from chaos_tests.sim.violation import Violation
+from chaos_tests.sim.violation import RuleViolated
 
 SEEDS, BATCHES = seeds(20), 2
 
@@ -20,7 +20,7 @@ def test_assignments_have_one_effective_holder_and_are_carried_out_whatever_fail
     for seed in range(batch, SEEDS, BATCHES):
         try:
             seen += run(seed).counts
-        except Violation as e:
+        except RuleViolated as e:
             raise AssertionError(f"seed {seed}: {e}") from e
     worlds = SEEDS // BATCHES
     assert min(seen["starts"], seen["refused"], seen["leases lost"], seen["host suspected"]) > worlds, seen

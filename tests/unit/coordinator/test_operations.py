@@ -114,6 +114,9 @@ def test_scale_out_succeeds_when_all_engines_are_ready() -> None:
 def test_scale_in_waits_for_the_last_draining_engine() -> None:
     op = advance(scale(1, 2), with_pool(1.0, 1, engine(0), engine(1, EngineState.DRAINING)))
     assert (op.state, op.phase) == (OperationState.RUNNING, "draining")
+    begins = with_pool(1.5, 1, engine(0))
+    begins = replace(begins, statuses={POOL: begins.statuses[POOL].replace(draining=1)})
+    assert advance(op, begins).state is OperationState.RUNNING, "it was drained before it had a record"
     assert advance(op, with_pool(2.0, 1, engine(0))).state is OperationState.SUCCEEDED
 
 

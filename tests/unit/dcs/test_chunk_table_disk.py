@@ -162,14 +162,19 @@ def test_dropped_chunk_loses_its_file(node: Node) -> None:
 
 
 def test_disk_that_fails_is_told_while_there_is_something_to_save(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(batch: WriteBatch, name: str, data: memoryview) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+    def fails_with(error: Exception) -> str:
+        def broken(batch: WriteBatch, name: str, data: memoryview) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(WriteBatch, "add", broken)
+            patch.setattr(node.table._queue, "_retry_at", 0.0)
+            node.saver.step(0)
+        return node.table.disk_fault()
 
     node.commit(b"a" * KIB)
-    with monkeypatch.context() as patch:
-        patch.setattr(WriteBatch, "add", broken)
-        node.saver.step(0)
-    assert "Input/output error" in node.table.disk_fault()
+    assert fails_with(DiskFull("no room")) == "", "that is another alert"
+    assert "Input/output error" in fails_with(OSError(errno.EIO, "Input/output error"))
     node.table.drop(set(), node.table.mark())
     assert node.table.disk_fault() == "", "it is no longer wanted"
 

@@ -70,6 +70,19 @@ def test_failed_write_leaves_no_partial_file(disk: DiskFolder) -> None:
     assert files(disk) == {digest} and disk.used_bytes == 100
 
 
+@pytest.mark.parametrize(("room", "error"), [(1000, OSError), (99, DiskFull)])
+def test_quota_that_refuses_what_seems_to_have_room_is_a_fault_of_the_disk(
+        room: int, error: type[Exception], disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, data: memoryview) -> int:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr("elastic_rl.dcs.storage.disk.os.write", refuse)
+    monkeypatch.setattr(disk, "room", lambda: room)
+    with pytest.raises(error) as raised:
+        put(disk, b"y" * 100)
+    assert isinstance(raised.value, DiskFull) == (error is DiskFull) and not files(disk)
+
+
 def test_batch_stores_all_chunks_and_counts_them_against_the_limit(disk: DiskFolder) -> None:
     data = [bytes([i]) * 300 for i in range(3)]
     digests = [digest_of(d) for d in data]

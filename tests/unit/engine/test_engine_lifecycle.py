@@ -12,7 +12,7 @@ from elastic_rl.etcd.records import EngineState
 
 EVENTS = st.one_of(
     st.just(("up",)), st.just(("unrouted",)), st.just(("released",)), st.just(("resumed",)), st.just(("drain",)),
-    st.just(("given_up",)),
+    st.just(("given_up",)), st.just(("unconfirmed",)),
     st.just(("routed",)), st.just(("torn", "half")), st.just(("died", "killed")),
     st.tuples(st.just("begin"), st.integers(0, 6)), st.tuples(st.just("verified"), st.integers(0, 6)))
 
@@ -52,6 +52,16 @@ def test_quarantined_or_dead_engine_accepts_no_event(history, end):
     for name, *args in history:
         with pytest.raises(IllegalTransition):
             getattr(lifecycle, name)(*args)
+
+
+def test_load_into_an_engine_without_weights_is_begun_again_where_it_cannot_be_confirmed():
+    lifecycle = EngineLifecycle().up().begin(3).unconfirmed()
+    assert (lifecycle.state, lifecycle.version, lifecycle.applying) == (EngineState.SYNCING, 0, 0)
+    assert lifecycle.begin(3).verified(3).routed().state is EngineState.READY
+    for refused in (lifecycle, EngineLifecycle().up().begin(1).verified(1).begin(2),
+                    EngineLifecycle().up().begin(1).verified(1).routed().begin(2)):
+        with pytest.raises(IllegalTransition, match="unconfirmed"):
+            refused.unconfirmed()
 
 
 def test_drain_during_an_update_survives_its_verification():

@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from elastic_rl.engine.fetch_failures import FetchFailures
 from elastic_rl.engine.lifecycle import EngineLifecycle
 from elastic_rl.engine.runner import EngineRunner, ReportedLoad, _Leaves
 from elastic_rl.engine.server.probe import Load
+from elastic_rl.engine.server.sglang_server import StagedUpdate
 from elastic_rl.engine.update_turns import UpdateTurn
 from elastic_rl.errors import ChunkCorrupt, ChunkMissing, EngineFailed, EtcdUnavailable, NodeUnavailable
 from elastic_rl.etcd.records import EngineState
@@ -94,6 +96,48 @@ def test_version_without_a_sound_copy_is_not_in_the_record_while_another_one_is_
     runner._staged = staged
     assert runner._update(None, SimpleNamespace(number=target, meta={}))
     assert saved == written
+
+
+class Pulls:
+    """A puller of a version that is loaded in place, whose node ends after so many confirmations."""
+
+    def __init__(self, confirmed: int) -> None:
+        self.confirmed, self.number = confirmed, 0
+
+    @contextlib.contextmanager
+    def pull(self, *_: Any, **__: Any) -> Iterator[Any]:
+        yield self
+
+    def reference(self) -> dict[str, Any]:
+        return {}
+
+    def confirm(self) -> None:
+        self.confirmed -= 1
+        if self.confirmed < 0:
+            raise NodeUnavailable("the node has ended")
+
+
+@pytest.mark.parametrize(("version", "external", "again"), [(0, False, True), (0, True, False), (1, False, False)])
+def test_first_load_that_cannot_be_confirmed_is_made_again_and_no_later_one(
+        runner: Any, version: int, external: bool, again: bool) -> None:
+    applied: list[int] = []
+    runner._lifecycle = EngineLifecycle().up().begin(1).verified(1) if version else EngineLifecycle().up()
+    runner._external, runner._turn, runner._cfg.pause_mode = external, None, "abort"
+    runner._fetch_failures = FetchFailures(60.0, min_failures=100)
+    runner._server = SimpleNamespace(
+        apply=lambda update, number: applied.append(number),
+        stage=lambda: contextlib.nullcontext(SimpleNamespace(finish=lambda _: StagedUpdate({"reference": {}}, []))))
+    runner._monitor = SimpleNamespace(paused=contextlib.nullcontext)
+    runner._write = runner._write_soon = lambda *_: True
+    runner._before_routing = runner._join_router = lambda: True
+    target = SimpleNamespace(stream="policy", number=7, meta={})
+    if not again:
+        with pytest.raises(EngineFailed, match="may have changed"):
+            runner._update(Pulls(1), target)
+        return
+    assert not runner._update(Pulls(1), target)
+    assert (runner._lifecycle.version, runner._lifecycle.applying) == (0, 0)
+    assert runner._update(Pulls(9), target) and runner._lifecycle.version == 7 and applied == [7, 7]
 
 
 class FlakyServer:

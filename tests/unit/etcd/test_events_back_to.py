@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chaos_tests.sim.election import Model
+from chaos_tests.sim.election import SimulatedEtcd
 from chaos_tests.sim.store import SimClient
 from elastic_rl.etcd import events
 from elastic_rl.etcd.keys import Keys
@@ -17,7 +17,7 @@ KEYS = Keys("j")
 @pytest.mark.parametrize(("known", "found"), [(850, 200), (800, 200), (799, 800), (200, 800), (199, 1000), (-1, 1000)])
 def test_events_are_read_back_to_one_that_is_known(known: int, found: int) -> None:
     """``known``: the newest that is."""
-    etcd = SimClient(Model(), lambda: 0.0)
+    etcd = SimClient(SimulatedEtcd(), lambda: 0.0)
     for n in range(1000):
         etcd.model.txn([], [Op.put(KEYS.event(f"{n:06d}"), Event(
             id=str(n), at=float(n), kind="engine.dead", subject="e", message="m").encode())])

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from urllib.parse import quote
 
 import psutil
 import pytest
@@ -20,14 +21,16 @@ from support.waiting import wait_until
 from elastic_rl import config
 from elastic_rl.dcs.manifest import Packer
 from elastic_rl.errors import DeadlineExceeded, EtcdUnavailable, Fenced
+from elastic_rl.etcd.cluster_records import driver_of
 from elastic_rl.etcd.records import EngineState
-from elastic_rl.faults import outages, stale, storage
+from elastic_rl.faults import outages, stale, states, storage
 from elastic_rl.faults.context import FaultContext, ForeignProcess, InjectionEnded, VictimTaken, stopped
 from elastic_rl.faults.hosts import EtcdQuorumStopped, HostsContext, Victim, etcd_killed
-from elastic_rl.faults.outages import SecondActor
+from elastic_rl.faults.kinds import TrainerRankStopped
+from elastic_rl.faults.outages import ActorKilled, SecondActor, TrainerStopped
 from elastic_rl.faults.processes import PROCESS_KINDS, Struck, Way
 from elastic_rl.faults.stale import RacingRequests
-from elastic_rl.faults.states import State, provoked
+from elastic_rl.faults.states import VictimState, provoked
 from elastic_rl.faults.storage import ChunksDamaged, DiskRefusesWrites
 from elastic_rl.faults.undo import UndoRegistry
 from elastic_rl.host.paths import ClusterPaths, JobPaths
@@ -256,7 +259,7 @@ def test_member_of_etcd_that_another_fault_has_killed_is_not_killed_again(hosts:
 
 def test_each_attempt_to_provoke_a_state_is_in_the_witness(context: Context) -> None:
     kills, caught = iter(("pid 1 was sent SIGKILL", "pid 2 was sent SIGKILL")), iter((0, 5))
-    state = State("taking_over", lambda of, pid: "", provoke=lambda of: next(kills))
+    state = VictimState("taking_over", lambda of, pid: "", provoke=lambda of: next(kills))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("elastic_rl.faults.states.wait_until", lambda attempt, **_: attempt() or _passed())
         assert provoked(state, context, lambda: next(caught)) == (
@@ -358,6 +361,23 @@ def test_process_is_the_victim_of_one_fault(context: Context, start: Start) -> N
     assert victim.poll() is None and context.struck == []
 
 
+@pytest.mark.parametrize("fault", [ActorKilled, TrainerStopped, TrainerRankStopped])
+def test_fault_whose_victim_is_away_for_a_moment_is_begun_again(fault: Any, context: Context,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "training", lambda of: "at step 9")
+    monkeypatch.setattr(Context, "members", lambda of, role: [], raising=False)
+    monkeypatch.setattr(Context, "trainer_ranks", lambda of: [], raising=False)
+    with pytest.raises(VictimTaken):
+        fault(context).inject()
+    assert context.struck == []
+
+
+def test_run_of_another_job_of_the_cluster_is_not_struck(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [SimpleNamespace(name=quote(driver_of(job), safe=""), pid=pid) for job, pid in (("a", 11), ("j", 12))]
+    monkeypatch.setattr("elastic_rl.faults.processes.ServiceFiles.running", lambda files: runs)
+    assert PROCESS_KINDS["run"].pids(context) == [12]
+
+
 @pytest.mark.parametrize("env", [{}, {RUN_MARK: "/runs/another/cluster"}])
 def test_process_that_is_none_of_the_job_or_its_cluster_is_left_alone(env: dict[str, str], context: Context,
                                                                      start: Start) -> None:
@@ -366,7 +386,7 @@ def test_process_that_is_none_of_the_job_or_its_cluster_is_left_alone(env: dict[
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PROCESS_KINDS, "dcs", replace(PROCESS_KINDS["dcs"], pids=lambda of: [other.pid]))
         patch.setattr(storage, "_node", lambda of: other.pid)
-        caught = Struck(context, "dcs", Way.PAUSED, seconds=1.0, state=State("busy", lambda of, pid: "busy"))
+        caught = Struck(context, "dcs", Way.PAUSED, seconds=1.0, state=VictimState("busy", lambda of, pid: "busy"))
         for strike in (lambda: context.kill(other.pid), lambda: context.take(other), lambda: context.stop(other),
                        lambda: stopped(context, other).__enter__(), lambda: DiskRefusesWrites(context, 1.0).inject(),
                        *(Struck(context, "dcs", way, seconds=0.0 if way.ends else 1.0).inject for way in Way),

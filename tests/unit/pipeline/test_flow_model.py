@@ -14,7 +14,7 @@ from support.budget import seeds
 
 from chaos_tests.sim.flow import ASYNC_LIMITS, AsyncWorld
 from chaos_tests.sim.pipeline import World
-from chaos_tests.sim.violation import Violation
+from chaos_tests.sim.violation import RuleViolated
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.samples import FAILED, TRAINER_REFUSED
@@ -34,7 +34,7 @@ SEEDS = seeds(40)
 def _run(world: AsyncWorld, seed: int) -> AsyncWorld:
     try:
         world.run()
-    except Violation as e:
+    except RuleViolated as e:
         raise AssertionError(f"seed {seed}: {e}") from e
     return world
 

@@ -13,7 +13,7 @@ from support.budget import seeds
 
 from chaos_tests.sim.flow import ASYNC_LIMITS, AsyncWorld
 from chaos_tests.sim.pipeline import LIMITS, PLAN, World
-from chaos_tests.sim.violation import Violation
+from chaos_tests.sim.violation import RuleViolated
 from elastic_rl import config
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
@@ -34,7 +34,7 @@ def ran(seed: int, world: World) -> World:
     """The world after its run, in which nothing was violated; the failure of one that was names the seed."""
     try:
         world.run()
-    except Violation as e:
+    except RuleViolated as e:
         raise AssertionError(f"seed {seed}: {e}") from e
     return world
 
@@ -97,7 +97,7 @@ def test_world_finds_a_group_that_was_refused_and_is_forgotten(monkeypatch: pyte
         return []
 
     monkeypatch.setattr(GroupFlow, "failed", forgotten)
-    with pytest.raises(Violation, match="skipped"):
+    with pytest.raises(RuleViolated, match="skipped"):
         for seed in range(MUTANT_SEEDS):
             World(seed, poison=(1, 2)).run()
 
@@ -106,7 +106,7 @@ def test_world_finds_samples_of_weights_that_the_trainer_went_back_from(monkeypa
     branch_of = GroupFlow.resume
     monkeypatch.setattr(GroupFlow, "resume", lambda self, step, version, consumed, branch: branch_of(
         self, step, version, consumed, Branch()))
-    with pytest.raises(Violation, match="should have refused"):
+    with pytest.raises(RuleViolated, match="should have refused"):
         for seed in range(MUTANT_SEEDS):
             World(seed, limits=replace(LIMITS, max_staleness=4)).run()
 
@@ -196,14 +196,14 @@ def test_world_finds_what_a_liar_gets_trained_without_a_check(
         monkeypatch: pytest.MonkeyPatch) -> None:
     for mutate in mutates:
         mutate(monkeypatch)
-    with pytest.raises(Violation, match=what):
+    with pytest.raises(RuleViolated, match=what):
         for seed in range(MUTANT_SEEDS):
             LIARS[schedule_name](seed, 4).run()
 
 
 def test_world_finds_synchronous_run_that_forgets_which_groups_were_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _refused_groups_are_forgotten_with_the_step(monkeypatch)
-    with pytest.raises(Violation, match="did not finish"):
+    with pytest.raises(RuleViolated, match="did not finish"):
         for seed in range(MUTANT_SEEDS):
             LIARS["sync"](seed, 1).run()
 

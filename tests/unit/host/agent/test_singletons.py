@@ -241,6 +241,24 @@ def test_starts_that_take_long_are_left_to_the_passes_after_with_the_lease_of_th
     assert len(world.files.started) == 3
 
 
+def test_files_that_are_slow_to_read_keep_no_singleton_down_but_the_end_of_the_lease_does(world: World) -> None:
+    def slowly(seconds: float) -> Callable[[], list[ServiceRecord]]:
+        def read() -> list[ServiceRecord]:
+            world.clock.now += seconds
+            return Files.all(world.files)
+        return read
+
+    world.assign(HOST)
+    world.lost_at = None
+    world.files.all = slowly(TIMES.lease_ttl_s)  # type: ignore[method-assign]
+    lease = world.lease
+    world.agent.look(HostView(lease, KnownOrders(world.clock.now, 1, world.known.orders), 7))
+    assert world.files.started == [], "the lease is over by the time of the start"
+    world.files.all = slowly(TIMES.agent_pass_s)  # type: ignore[method-assign]
+    world.look()
+    assert len(world.files.started) == 1
+
+
 def test_released_singleton_is_ended_and_then_no_longer_reported(world: World) -> None:
     world.assign(HOST)
     world.settle()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
@@ -74,14 +74,6 @@ class Trend:
         return (f"{self.kind}{f' of {self.subject}' if self.subject else ''}: {self.slope:+.4g} a step "
                 f"({self.lower:+.4g} to {self.upper:+.4g}; at most {self.limit:g}), {self.first[1]:.6g} at step "
                 f"{self.first[0]:.0f}, {self.last[1]:.6g} at step {self.last[0]:.0f}")
-
-
-def trends(events: Iterable[Event]) -> list[Trend]:
-    """The trends of the series of a run's records, of those that have samples enough, by kind and subject."""
-    samples = Samples()
-    for event in events:
-        samples.see(event)
-    return samples.trends()
 
 
 class Samples:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from chaos_tests.growth import SETTINGS, sampler
+from chaos_tests import sampler
+from chaos_tests.scenarios import SCENARIOS
 from elastic_rl import config
 
 FORKSERVER = ("python", "-B", "-c", "from multiprocessing.forkserver import main; main(10, 12)")
@@ -55,5 +56,6 @@ def test_memory_of_a_process_grows_with_what_it_writes_to() -> None:
 
 
 def test_settings_are_of_a_job_whose_rings_wrap_around_early() -> None:
-    cfg = config.load(None, ["--job=growth", *(f"--{key}={value}" for key, value in SETTINGS.items())])
+    settings = SCENARIOS["growth"].settings.items()
+    cfg = config.load(None, ["--job=growth", *(f"--{key}={value}" for key, value in settings)])
     assert cfg.coordinator.max_step_metrics == cfg.coordinator.max_events == 200
