@@ -26,7 +26,7 @@ def test_answers_of_writes_that_were_made_are_lost(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv(OWNER_ENV, str(ClusterPaths.of(cfg).folder))  # as a service of its cluster has it
     servers = EtcdServers(tmp_path / "etcd", 1).start()
     try:
-        monkeypatch.setattr(faults, "_etcd", lambda context: servers.processes[0].pid)
+        monkeypatch.setattr(faults, "await_service", lambda context, name: servers.processes[0].pid)
         with servers.connect() as client:
             context = FaultContext(cfg, client, Keys("j"), cast("Any", None), undo=UndoRegistry(tmp_path / "undo"))
             fault = EtcdPulsed(context, "etcd_answers_lost", seconds=3.0, stopped_s=0.8, running_s=0.4,
