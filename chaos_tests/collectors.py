@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,21 +97,22 @@ class EventCopier:
 
     def __init__(self, target: Target, event_log: EventLog) -> None:
         self._target, self._log, self._since = target, event_log, 0.0 if target.own else time.time()
-        self._seen = dict[str, None]()
+        self._seen = {"job": dict[str, None](), "cluster": dict[str, None]()}
         """Ids of events that are in the log, the newest last."""
 
     def poll(self) -> None:
-        for keys in (self._target.keys, self._target.cluster_keys):
-            for event in events.back_to(self._target.reader, keys, self._is_known):
-                if not self._is_known(event):
-                    self._seen[event.id] = None
-                    if len(self._seen) > _MOST_SEEN:
-                        del self._seen[next(iter(self._seen))]
+        for keys, seen in ((self._target.keys, self._seen["job"]), (self._target.cluster_keys, self._seen["cluster"])):
+            is_known = partial(self._is_known, seen)
+            for event in events.back_to(self._target.reader, keys, is_known):
+                if not is_known(event):
+                    seen[event.id] = None
+                    if len(seen) > _MOST_SEEN:
+                        del seen[next(iter(seen))]
                     self._log.write(Kind.EVENT, at=event.at, seen_at=time.time(), id=event.id, name=event.kind,
                                     subject=event.subject, severity=event.severity.value, message=event.message)
 
-    def _is_known(self, event: Event) -> bool:
-        return event.id in self._seen or event.at < self._since
+    def _is_known(self, seen: Mapping[str, None], event: Event) -> bool:
+        return event.id in seen or event.at < self._since
 
 
 class Poller:

@@ -76,7 +76,7 @@ class Registrations(JobClients):
 
     def act(self, replica: str, choose: random.Random) -> bool:
         """What an earlier time has left registered, as where no replica answered, is taken out first."""
-        if not self._engine():
+        if self._engine() == "":
             self._begun, self._tried = self._begun or self.new_key(choose), self._tried + 1
             _, state = self.carry_out(replica, choose, "engines", self._request, key=self._begun)
             if state not in FINAL:
@@ -109,14 +109,14 @@ class Registrations(JobClients):
 
     def _has_left(self) -> bool:
         for replica in self.calls.target.urls:
-            if self._begun:  # its outcome is unknown: the same request names the operation
-                begun = self.calls.create(replica, "engines", self._request, self._begun, "last")
-                if not begun or self.calls.state(replica, begun, self._begun, "last") not in FINAL:
-                    continue
-                self._begun = ""
             engine = self.calls.engine_at(replica, str(self._request["url"]))
-            if engine == "":
-                return True
             if engine:
+                self._begun = ""
                 self.calls.create(replica, f"engines/{engine}", None, f"last-{engine}", "last", method="DELETE")
+            elif engine == "" and not self._begun:
+                return True
+            elif engine == "":  # the outcome of a request is unknown: the same one names its operation
+                begun = self.calls.create(replica, "engines", self._request, self._begun, "last")
+                if begun and self.calls.state(replica, begun, self._begun, "last") in FINAL:
+                    self._begun = ""
         return False

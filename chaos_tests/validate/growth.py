@@ -24,7 +24,7 @@ class NothingGrows(Checker):
 
     def __init__(self) -> None:
         super().__init__()
-        self._samples, self._trends = Samples(), list[Trend]()
+        self._samples, self._trends, self._sampled = Samples(), list[Trend](), False
         self._since, self._steps = 0, 0
         """The steps that are judged: from and to."""
         self._before, self._after = dict[str, float](), dict[str, float]()
@@ -34,6 +34,7 @@ class NothingGrows(Checker):
         if event["kind"] == Kind.FAULT:
             self._struck(event)
         elif not self._after:
+            self._sampled |= event["kind"] != Kind.STEP
             if event["kind"] == Kind.STEP:
                 self._steps = max(self._steps, int(event["step"]))
             self._samples.see(event)
@@ -52,7 +53,7 @@ class NothingGrows(Checker):
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
-        if self._long_enough:
+        if self._long_enough and self._sampled:  # the time of steps alone depends on what the job has learned
             self._trends = self._samples.trends()
         for trend in self._trends:
             if trend.grows:

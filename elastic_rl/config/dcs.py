@@ -98,8 +98,8 @@ class DcsConfig(Section):
     keep_versions: Positive = 4
     """Number of committed versions kept of each stream, besides pinned ones. The newest is always kept."""
     keep_age_s: Annotated[float, Field(ge=0)] = 0.0
-    """Committed versions older than this many seconds are released even within ``keep_versions``, except the newest.
-    0: no limit."""
+    """Committed versions that are older than the newest one of their stream by more seconds than this are released even
+    within ``keep_versions``. 0: no limit."""
     keep_bytes: Annotated[int, Field(ge=0)] = 0
     """Bytes of committed versions kept of each stream; the oldest beyond it are released even within ``keep_versions``,
     except the newest. 0: no limit."""

@@ -283,6 +283,8 @@ class EnginePool:
                 self._kill(engine_id, slot, f"it did not report within {self._cfg.start_timeout_s:g} s of its start")
             return
         slot.has_record = True
+        if slot.draining and record.state.stays:  # it was asked before it had a record, and may not have heard it
+            self.etcd.update(self.keys.engine(engine_id), draining, guards=self._writer.guards)
         if record.state is EngineState.READY and slot.ready_at is None:
             slot.ready_at = time.monotonic()
         elif record.state is EngineState.DRAINING and not slot.draining:

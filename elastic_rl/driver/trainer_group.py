@@ -99,6 +99,8 @@ class TrainerGroup:
         self._formation: Formation | None = None
         """The newest one, of this epoch."""
         self._number = 0
+        self._ended = -1
+        """The formation whose end was noted last."""
         self._unreadable = ""
         """Why the newest formation cannot be read; empty while it can."""
         self._change = ""
@@ -309,20 +311,25 @@ class TrainerGroup:
             self._deregister()
             self._remove()
             return
-        ends = [(host, placed.stopping, *placed.outcome()) for host, placed in self._placed.items()]
-        several = len(ends) > 1
-        self._remove()  # first, since Ray may refuse it: what follows is done once
-        for host, stopping, code, crash in ends:
-            why = crash or (code if isinstance(code, str) else f"exit code {code}")
-            if isinstance(code, str) or code == _BAD_CONTEXT:
-                self._leave_out(host, _UNFIT_S, why, hosts)
-            if not stopping or not self._unreported:
-                self._unreported = f"{why} on {host}" if several else why
-            if not stopping:
-                self._blame(host, why, hosts)
+        if self._ended != self._number:  # else Ray has refused the removal, and is asked again
+            self._note_end(hosts)
+            self._ended = self._number
+        self._remove()
         self._budget = self._budget.after_failure(time.monotonic(), jitter=random.random())
         log.warning("the agent of the group %s ended: %s", self.name, self._unreported)
         self._report()
+
+    def _note_end(self, hosts: RayHosts) -> None:
+        """Notes why the agents have ended, and which hosts are to be left out: while they still have their room."""
+        for host, placed in self._placed.items():
+            code, crash = placed.outcome()
+            why = crash or (code if isinstance(code, str) else f"exit code {code}")
+            if isinstance(code, str) or code == _BAD_CONTEXT:
+                self._leave_out(host, _UNFIT_S, why, hosts)
+            if not placed.stopping or not self._unreported:
+                self._unreported = f"{why} on {host}" if len(self._placed) > 1 else why
+            if not placed.stopping:
+                self._blame(host, why, hosts)
 
     def _blame(self, host: str, why: str, hosts: RayHosts) -> None:
         """An agent has ended by itself."""

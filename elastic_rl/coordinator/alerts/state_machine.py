@@ -168,6 +168,8 @@ def advance(now: float, revision: int, known: Sequence[Alert], holding: Mapping[
                 continue
             new = _resolved(now, new, audience(new), sending)
         if new.phase is Phase.PENDING:
+            # What else it may stand for now may hold for a shorter time, or none.
+            new = new.replace(hold_s=min(new.hold_s, *(c.hold_s for c in (reported.get(key), holding.get(key)) if c)))
             # A clock that was set back, or another leader's, may be behind: the condition holds from now on at least.
             new = new.replace(since=min(new.since, now))
             if now - new.since >= new.hold_s:

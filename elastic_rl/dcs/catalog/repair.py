@@ -136,7 +136,9 @@ class Repairer:
         """Whether a version is to be examined. ``there``: all nodes and their states."""
         now, (_, retry_at, known) = self._clock(), self._failed.get(key, (0, 0.0, there))
         done = self._examined.get(key) == there and now < self._recheck_at.get(key, math.inf)
-        return not done and (now >= retry_at or not there <= known)
+        new = {(node, registration) for node, (registration, _) in there} - {
+            (node, registration) for node, (registration, _) in known}
+        return not done and (now >= retry_at or bool(new))
 
     def _begin(self, guard: Sequence[Compare]) -> None:
         """A round under another guard than the last one examines all versions."""

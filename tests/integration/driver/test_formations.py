@@ -252,6 +252,47 @@ def test_host_whose_agent_ends_again_and_again_is_left_out_where_the_others_are_
     assert len(failures(driver)) == 3
 
 
+def test_host_is_left_out_by_the_room_that_its_formation_still_has(
+        make_driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs: what the formation has is not free in what Ray says."""
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(trainer_group, "uses_cuda", lambda _: True)
+    driver = make_driver(data_parallel=4, min_data_parallel=4, ranks_per_host=None)
+    driver.have("ab", a=2, b=2)
+    driver.pass_()
+    assert driver.formation() == (1, {"a": 2, "b": 2})
+    now += hosts_of_ray.SETTLE_S
+    driver.have("abc", c=2)
+    driver.running()["b"].result = ("this host lacks the model /m", "")
+    driver.end_all()
+    driver.pass_()
+    now += hosts_of_ray.SETTLE_S
+    driver.have("abc", a=2, b=2, c=2)
+    driver.group._budget = trainer_group.StartBudget()
+    driver.pass_()
+    assert driver.formation() == (2, {"a": 2, "c": 2})
+
+
+def test_end_of_an_agent_counts_once_where_ray_refuses_its_removal(make_driver: Any, monkeypatch: pytest.MonkeyPatch
+                                                                   ) -> None:
+    driver = make_driver(data_parallel=2)
+    driver.have("ab")
+    driver.pass_()
+    driver.running()["b"].result = (1, "")
+    driver.end_all()
+    with monkeypatch.context() as patch:
+        def refuse(actor: StandInActor) -> None:
+            raise RuntimeError("Ray is away")
+
+        patch.setattr(StandInActor, "remove", refuse)
+        for _ in range(3):
+            with pytest.raises(RuntimeError):
+                driver.pass_()
+    driver.pass_()
+    assert len(failures(driver)) == 1 and driver.group._blamed[1] == 1
+
+
 def test_formation_of_which_etcd_let_only_a_part_begin_is_removed(make_driver: Any, monkeypatch: pytest.MonkeyPatch
                                                                  ) -> None:
     driver = make_driver()

@@ -79,6 +79,7 @@ def test_what_clients_do_is_of_the_model_that_their_traffic_names(name: str, mon
     for module in (cluster_changes, pool_changes):
         monkeypatch.setattr(module, "send", unanswered)
     monkeypatch.setattr(cluster_changes.ClusterCalls, "ready_engine", lambda *_: "engine")
+    monkeypatch.setattr(cluster_changes.ClusterCalls, "engine_at", lambda *_: "")
     monkeypatch.setattr(workloads, "_api", lambda target: api)
     monkeypatch.setattr(workloads, "_engines", lambda target: 1)
     nothing: Any = None

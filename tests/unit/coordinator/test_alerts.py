@@ -427,6 +427,15 @@ def test_durable_stream_is_behind_by_time() -> None:
     assert behind(18, 1900.0 + 901.0) == ["durable.behind/policy"] == behind(0, 1e9)
 
 
+def test_alert_that_is_pending_goes_by_the_shortest_hold_of_what_it_stands_for() -> None:
+    slow = Condition("engine.lagging", "e1", "behind", Severity.WARNING, hold_s=10.0)
+    [pending] = advance_once(1.0, holding={slow.key: slow}).put
+    given_up = replace(slow, message="gets no requests", hold_s=0.0)
+    [fires] = advance_once(2.0, [pending], {slow.key: given_up}).put
+    assert (pending.phase, fires.phase, fires.id) == (Phase.PENDING, Phase.FIRING, pending.id)
+    assert advance_once(2.0, [pending], {slow.key: slow}).put == []
+
+
 def test_node_that_cannot_save_has_an_alert_that_says_what_is_at_stake() -> None:
     node = DcsNode(id="n0", host="h", port=1, pid=1, arena_path="/x", arena_bytes=100, unsaved=3,
                    disk_fault="this node's disk fails: [Errno 5] Input/output error")
