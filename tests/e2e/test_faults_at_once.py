@@ -16,8 +16,9 @@ from elastic_rl.host.paths import JobPaths
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
-STEPS = 18
-# With one engine the run waits for each of these parts, so that the number of steps does not depend on the machine.
+STEPS = 40
+# With one engine the run waits for each of these parts. It makes some steps before a recovery is seen: more, the busier
+# the machine is.
 SETTINGS = {"rollout.engines": 1, "train.steps": STEPS, "train.state_every_steps": 3, "train.prompts_per_step": 8,
             "train.group_size": 4, "sft.max_steps": 4, "data.options.operand_below": 30,
             "trainer.tensor_parallel": 1, "trainer.data_parallel": 2}
