@@ -53,8 +53,8 @@ def without_seal(change: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**change, "value": json.dumps({**record, "settings": digest})}
 
 
-class FaultLog:
-    """Takes the injector's records: for the log of this run, and for the report of the job."""
+class FaultCopier:
+    """Copies the injector's records into the log of the run and, for the report of the job, among its own."""
 
     def __init__(self, event_log: EventLog, run_log: RunLog, say: Say) -> None:
         self._log, self._run_log, self._say = event_log, run_log, say

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from chaos_tests import abort
 from chaos_tests.abort import AbortSwitch
-from chaos_tests.collectors import EventCopier, FaultLog, Poller, Say, StepCopier, without_seal, without_secrets
+from chaos_tests.collectors import EventCopier, FaultCopier, Poller, Say, StepCopier, without_seal, without_secrets
 from chaos_tests.event_log import FORM, EventLog, Kind
 from chaos_tests.faults.catalogue import plan_of
 from chaos_tests.nemesis.schedule import Schedule
@@ -208,7 +208,7 @@ class _Run:
         steps = StepCopier(target, self._log)
         # What the run takes and keeps is judged where nothing begins again, on a cluster that nobody else uses.
         samples = [(self._sample_store, _SAMPLE_S), (self._sample_processes, _SAMPLE_S)] if (
-            target.own and (not self._schedule.strikes or self._schedule.calm_steps >= FEWEST_STEPS)) else []
+            target.own and (not self._schedule.strikes or self._schedule.fault_free_steps >= FEWEST_STEPS)) else []
         pollers = [Poller(poll, every_s) for poll, every_s in (
             (steps.poll, _POLL_S), (EventCopier(target, self._log).poll, _POLL_S), *samples)]
         mark: int | None = None
@@ -313,7 +313,7 @@ class _Run:
         context = target.context(UndoRegistry(self._folder))
         guard = self._limits.guard(context) if self._limits.guard else lambda name, fault: fault
         return FaultInjector(
-            context, FaultLog(self._log, RunLog(LineFile(target.paths.faults)), self._say),
+            context, FaultCopier(self._log, RunLog(LineFile(target.paths.faults)), self._say),
             plan_of(self._schedule, guard)(context, self._schedule.steps),
             *(paths.steps for paths in target.folders), overlap=self._limits.overlap,
             heal_timeout_s=self._limits.recovery_s)

@@ -57,7 +57,7 @@ class Scenario:
     """Steps before, between and after the strikes of a run by steps."""
     pace_s: Pace = Pace(20, 10, 60)
     """Seconds before, between and after the strikes of a run by time."""
-    framed_by: str = ""
+    resume_fault: str = ""
     """A fault that strikes a long run by steps twice, near its begin and near its end: how long the recovery takes must
     not grow with the steps in between."""
     together: float = 0.25
@@ -84,9 +84,10 @@ class Scenario:
         steps, minutes = (steps, minutes) if steps or minutes else (self.steps, self.minutes)
         weights = {name: weight for name, weight in self.faults.items() if only is None or name in only}
         if not count:
-            framed = self.framed_by and faults is None and steps >= FEWEST_STEPS + 4 * _FRAME_STEPS
-            strikes = [Strike(at, (self.framed_by,)) for at in (_FRAME_STEPS, steps - _FRAME_STEPS)] if framed else []
-            found = Schedule(seed, 0 if minutes else steps, tuple(strikes), minutes)
+            resumes = self.resume_fault and faults is None and steps >= FEWEST_STEPS + 4 * _RESUME_STEPS
+            at = (_RESUME_STEPS, steps - _RESUME_STEPS) if resumes else ()
+            strikes = tuple(Strike(step, (self.resume_fault,)) for step in at)
+            found = Schedule(seed, 0 if minutes else steps, strikes, minutes)
         elif minutes:
             found = drawn_by_time(seed, minutes, count, weights, together=self.together, before_s=self.pace_s.before,
                                   apart_s=self.pace_s.apart, after_s=self.pace_s.after, struck=_STRUCK)
@@ -107,8 +108,8 @@ class Scenario:
         return max(1, count)
 
 
-_FRAME_STEPS = 300
-"""Steps before the first strike that frames a run, and after the last one."""
+_RESUME_STEPS = 300
+"""Steps before the first strike of ``resume_fault``, and after the last one."""
 _OF_ANY_RUN = ("I1", "I2", "I3", "I4", "I5", "I11")
 _OF_OWN_CLUSTER = ("I6", "I8", "I12", "I13", "I14", "I15")
 """A run on a cluster of its own has to show these too. A job that was begun before the run, and goes on after it, may
@@ -126,7 +127,7 @@ def must_see(schedule: Schedule, *, own: bool, compared: bool = False) -> list[s
              *(_OF_OWN_FAULTS if own and schedule.strikes else ()), *(("I7",) if compared else ())]
     if SCENARIOS[schedule.scenario].tier is Tier.TEST_HOSTS:
         rules = [rule for rule in rules if rule not in _OF_ENGINES]
-    if own and SCENARIOS[schedule.scenario].framed_by and schedule.calm_steps >= FEWEST_STEPS:
+    if own and SCENARIOS[schedule.scenario].resume_fault and schedule.fault_free_steps >= FEWEST_STEPS:
         rules.append(GROWTH)
     return rules
 
@@ -172,7 +173,7 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
              baseline=True, traffic=_LIGHT, floor_answers=400),
     Scenario("growth", "many steps of a tiny job, in which nothing may grow with the steps; all that it runs on is "
              "lost near the begin and near the end, and must be back as soon", _TINY, steps=20_000,
-             steps_per_minute=150.0, framed_by="raylet_killed"),
+             steps_per_minute=150.0, resume_fault="raylet_killed"),
     Scenario("async", "a fully asynchronous job whose groups are generated beside its steps",
              {**_SMALL, "train.schedule": "fully_async", "train.max_staleness": 2}, minutes=5.0,
              count=6, faults={name: WEIGHTS[name] for name in _ANY_SCHEDULE}, steps_per_minute=30.0,

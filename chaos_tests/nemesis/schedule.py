@@ -60,7 +60,7 @@ class Schedule:
         return self.minutes > 0
 
     @property
-    def calm_steps(self) -> int:
+    def fault_free_steps(self) -> int:
         """Most steps in a row without a strike; 0 in a run by time."""
         at = [0, *(strike.step for strike in self.strikes), self.steps]
         return 0 if self.by_time else max(after - before for before, after in pairwise(at))

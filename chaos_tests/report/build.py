@@ -84,8 +84,8 @@ def reproduce(run: Event) -> str:
         return ""
     length = (["--minutes", f"{schedule['minutes']:g}"] if schedule.get("minutes") else
               ["--steps", str(schedule.get("steps", 0))])
-    scenario, drawn = SCENARIOS.get(str(run["scenario"])), sum(
-        len(strike["faults"]) for strike in schedule.get("strikes") or ())
+    scenario = SCENARIOS.get(str(run["scenario"]))
+    drawn = sum(len(strike["faults"]) for strike in schedule.get("strikes") or ())
     faults = ["--faults", str(drawn)] if scenario is None or scenario.faults or not drawn else []  # else its own
     chosen = schedule.get("baseline")
     baseline = [] if chosen is None else ["--baseline" if chosen is True else "--no-baseline"]

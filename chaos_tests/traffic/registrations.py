@@ -26,7 +26,7 @@ _SERVES_S = 10.0
 """The server is in the pool for so long."""
 _LEAVES_S = 180.0
 """At the end it has left the pool after so long."""
-_ENOUGH = 3
+_MIN_ATTEMPTS = 3
 """Of so many registrations one succeeds, whatever faults there are."""
 
 
@@ -49,7 +49,7 @@ class Registrations(JobClients):
         self._server: SGLangServer | None = None
         self._begun = ""
         """Key of the request whose registration may not have ended."""
-        self._tried = 0
+        self._attempts = 0
 
     def workers(self) -> Sequence[Callable[[], None]]:
         return [self._serve]
@@ -71,13 +71,18 @@ class Registrations(JobClients):
                 self.count()
 
     @property
+    def _url(self) -> str:
+        """The URL of the server; "" before it was started."""
+        return self._server.url if self._server is not None else ""
+
+    @property
     def _request(self) -> dict[str, object]:
-        return {"url": self._server.url if self._server is not None else "", "pool": POOL}
+        return {"url": self._url, "pool": POOL}
 
     def act(self, replica: str, choose: random.Random) -> bool:
         """What an earlier time has left registered, as where no replica answered, is taken out first."""
         if self._engine() == "":
-            self._begun, self._tried = self._begun or self.new_key(choose), self._tried + 1
+            self._begun, self._attempts = self._begun or self.new_key(choose), self._attempts + 1
             _, state = self.carry_out(replica, choose, "engines", self._request, key=self._begun)
             if state not in FINAL:
                 return False
@@ -89,8 +94,7 @@ class Registrations(JobClients):
 
     def _engine(self) -> str | None:
         """Id of the engine that the server is, "" where it is none; None where no replica says it."""
-        url = str(self._request["url"])
-        found = (self.calls.engine_at(replica, url) for replica in self.calls.target.urls)
+        found = (self.calls.engine_at(replica, self._url) for replica in self.calls.target.urls)
         return next((engine for engine in found if engine is not None), None)
 
     def close(self) -> None:
@@ -104,19 +108,21 @@ class Registrations(JobClients):
             if self._server is not None:
                 self._server.close()
             super().close()
-        if self._tried >= _ENOUGH and not self.accepted():
-            raise EngineFailed(f"the clients' server has joined the pool in none of {self._tried} registrations")
+        if self._attempts >= _MIN_ATTEMPTS and not self.accepted():
+            raise EngineFailed(f"the clients' server has joined the pool in none of {self._attempts} registrations")
 
     def _has_left(self) -> bool:
         for replica in self.calls.target.urls:
-            engine = self.calls.engine_at(replica, str(self._request["url"]))
+            engine = self.calls.engine_at(replica, self._url)
+            if engine is None:
+                continue
             if engine:
                 self._begun = ""
                 self.calls.create(replica, f"engines/{engine}", None, f"last-{engine}", "last", method="DELETE")
-            elif engine == "" and not self._begun:
-                return True
-            elif engine == "":  # the outcome of a request is unknown: the same one names its operation
+            elif self._begun:  # the outcome of a request is unknown: the same one names its operation
                 begun = self.calls.create(replica, "engines", self._request, self._begun, "last")
                 if begun and self.calls.state(replica, begun, self._begun, "last") in FINAL:
                     self._begun = ""
+            else:
+                return True
         return False

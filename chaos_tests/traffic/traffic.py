@@ -67,7 +67,7 @@ class Traffic(ABC):
         self._raise()
 
     def stop(self) -> None:
-        """Has its threads end. One that does not is an error of ``close``."""
+        """The threads are asked to end, and waited for. One that does not end is an error of ``close``."""
         self._stopping.set()
         for thread in self._threads:
             thread.join(_JOIN_S)

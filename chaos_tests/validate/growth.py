@@ -10,7 +10,7 @@ from chaos_tests.validate.verdict import GROWTH, Checker
 
 FEWEST_STEPS = 5_000
 """Over fewer steps caches, and what etcd keeps of the newest steps and events, still fill."""
-SLOWER = 3.0
+MAX_SLOWDOWN = 3.0
 """By this factor a recovery may take longer after the steps than before them: the machine is not always as fast."""
 
 
@@ -58,10 +58,10 @@ class NothingGrows(Checker):
         for trend in self._trends:
             if trend.grows:
                 self.violated(str(trend))
-        for name, seconds in self._recoveries():
-            if seconds[1] > SLOWER * seconds[0]:
-                self.violated(f"the recovery from {name} took {seconds[1]:.1f} s at the end and {seconds[0]:.1f} s "
-                              f"before {self._steps - self._since:,} steps: at most {SLOWER:g} times as long")
+        for name, (before, after) in self._recoveries():
+            if after > MAX_SLOWDOWN * before:
+                self.violated(f"the recovery from {name} took {after:.1f} s at the end and {before:.1f} s "
+                              f"before {self._steps - self._since:,} steps: at most {MAX_SLOWDOWN:g} times as long")
 
     def _recoveries(self) -> list[tuple[str, tuple[float, float]]]:
         return [(name, (self._before[name], self._after[name])) for name in self._before.keys() & self._after.keys()

@@ -168,10 +168,10 @@ class ClusterReading:
         holds = self.assigned[name] > 0 or current is not None and any(
             service.generation and service.state is RunState.RUNNING for service in current.services.values())
         registration, state = self.host_registrations.get(name), self.host_states.get(name)
-        came_between = (registration is not None and state is not None
+        registered_again = (registration is not None and state is not None
                         and registration.mod_revision > state.mod_revision)
         return SeenHost(registered.record if registered else None, current, spec.record if spec else HostSpec(), holds,
-                        self.assigned[name] > 0, self.unix_s, came_between=came_between)
+                        self.assigned[name] > 0, self.unix_s, registered_again=registered_again)
 
     @cached_property
     def assigned(self) -> Counter[str]:

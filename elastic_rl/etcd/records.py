@@ -636,3 +636,8 @@ class DcsNode(Record):
     def incarnation(self) -> str:
         """Differs after each start of the node: the process creates its arena under a random name."""
         return self.arena_path
+
+    @property
+    def process(self) -> str:
+        """The process, as its witnesses and the member registry name it."""
+        return f"{self.pid}:{self.port}"

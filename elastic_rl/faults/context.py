@@ -106,7 +106,7 @@ class Fault(ABC):
 
     @abstractmethod
     def healed(self) -> bool:
-        """Whether the job works as before. As ``detected``."""
+        """Whether the job works as before. It is called, and raises, as ``detected``."""
 
     def give_up(self) -> None:  # noqa: B027 -- most last no longer than ``inject``
         """Ends it where it is not waited for any more."""

@@ -139,7 +139,7 @@ def _registered_again(dead: LastSeen, snapshot: ClusterSnapshot) -> bool:
     """Whether another process of the durable plane has the name of a dead one."""
     if dead.role == registry.DCS:
         node = snapshot.nodes.get(dead.id)
-        return node is not None and registry.node_incarnation(node) != dead.incarnation
+        return node is not None and node.process != dead.incarnation
     return any(registry.member_incarnation(m) != dead.incarnation for m in snapshot.members
                if (m.role, m.id) == dead.name)
 
@@ -242,8 +242,6 @@ def _nodes(snapshot: ClusterSnapshot, limits: Thresholds, firing: Set[str]) -> I
             yield Condition("dcs.full", node.id, f"the {what} of node {node.id} is {full:.0%} full: set a larger "
                             f"dcs.{what}_bytes or fewer dcs.keep_versions, or make room on its file system",
                             Severity.WARNING, hold_s=_FULL_HOLD_S, cause=node.host)
-
-
         if node.disk_fault:
             yield Condition("dcs.disk_failing", node.id, f"node {node.id} cannot save chunks, and has "
                             f"{node.unsaved} of them in memory alone, which its end would lose: {node.disk_fault}. It "

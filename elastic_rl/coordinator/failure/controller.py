@@ -108,9 +108,8 @@ class FailureController:
             if known.operation and self._follow(known, snapshot):
                 continue  # the next pass acts on what it wrote
             match policy.due(known, snapshot.leader_time, progress):
-                case RecoveryAction.RESTART if not _is_stuck(target, snapshot):  # it goes on by itself, or has ended
-                    writes = self._update(snapshot, policy.cleared(known))
-                    self._guarded(writes.compares, writes.ops)
+                case RecoveryAction.RESTART if not _needs_restart(target, snapshot):
+                    self._store(snapshot, policy.cleared(known))  # it goes on by itself, or has ended
                 case RecoveryAction.RESTART:
                     self._restart(target, known, snapshot)
                 case RecoveryAction.GLOBAL_RESTART:
@@ -138,8 +137,7 @@ class FailureController:
         after = known.replace(operation="")
         if op is not None and op.state is OperationState.FAILED:
             after = policy.restart_failed(known, op.error, snapshot.leader_time, self._cfg, carried_out=op.done > 0)
-        writes = self._update(snapshot, after)
-        self._guarded(writes.compares, writes.ops)
+        self._store(snapshot, after)
         return True
 
     def _restart(self, target: str, known: FaultLog, snapshot: ClusterSnapshot) -> None:
@@ -150,8 +148,7 @@ class FailureController:
             log.warning("restarting %s: %s", target, known.reason)
         except Problem as e:
             if e.status == 404:  # it ended by itself and was replaced
-                writes = self._update(snapshot, cleared)
-                self._guarded(writes.compares, writes.ops)
+                self._store(snapshot, cleared)
             else:
                 log.warning("%s not restarted: %s", target, e)
 
@@ -195,13 +192,18 @@ class FailureController:
         known = decode(found, FaultLog, {}) if found else None
         return _in_this_epoch(known or FaultLog(target=target), snapshot), found.mod_revision if found else 0
 
+    def _store(self, snapshot: ClusterSnapshot, log: FaultLog) -> None:
+        """Writes a log, unless it was changed since the snapshot."""
+        writes = self._update(snapshot, log)
+        self._guarded(writes.compares, writes.ops)
+
     def _update(self, snapshot: ClusterSnapshot, record: FaultLog) -> WriteSet:
         writes, key = WriteSet(), self._keys.fault(record.target)
         writes.put(key, snapshot.revision(key), record)
         return writes
 
 
-def _is_stuck(target: str, snapshot: ClusterSnapshot) -> bool:
+def _needs_restart(target: str, snapshot: ClusterSnapshot) -> bool:
     """Whether there still is a reason for the restart of a target: a member of it hangs, or the engine is behind."""
     engine = snapshot.engines.get(name_of(target)) if target.startswith(engine_target("")) else None
     return (engine is not None and engine.is_behind) or any(

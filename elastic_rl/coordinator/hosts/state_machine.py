@@ -61,9 +61,9 @@ class SeenHost:
     """Time of the reading, unix seconds: for people, and for agents of older releases (``left_s``)."""
     may_follow: bool = True
     """Whether a notice that was not followed yet may have the host drained now."""
-    came_between: bool = False
-    """Whether it has registered since its state was written; of a host that is not registered now: and has lost that
-    lease too."""
+    registered_again: bool = False
+    """Whether the host has registered since its state was written. One that is not registered now has lost that lease
+    too."""
 
     @property
     def drain(self) -> Drain | None:
@@ -140,9 +140,11 @@ def advance(before: HostState | None, seen: SeenHost, leader_s: float, times: Ho
 
 
 def _absent(before: HostState | None, seen: SeenHost, leader_s: float, times: HostTimes) -> HostState | None:
-    if before is None or before.phase is HostPhase.LEFT or (before.phase is HostPhase.LOST and not seen.came_between):
+    if before is None or before.phase is HostPhase.LEFT:
         return before
-    if before.phase is not HostPhase.SUSPECTED or seen.came_between:
+    if before.phase is HostPhase.LOST and not seen.registered_again:
+        return before
+    if before.phase is not HostPhase.SUSPECTED or seen.registered_again:
         # Its agent may have started something under a lease that no leader has seen: the time begins with its end.
         return _entered(before, HostPhase.SUSPECTED, leader_s, "the lease of its agent has ended")
     if leader_s - before.since_s < times.lost_s:

@@ -97,11 +97,8 @@ class MemberChange:
 
 
 def member_incarnation(member: Member) -> str:
+    """What tells the process of a member from others of its name."""
     return member.incarnation or str(member.pid)
-
-
-def node_incarnation(node: DcsNode) -> str:
-    return f"{node.pid}:{node.port}"
 
 
 def live_member(member: Member, key: str, create_revision: int, *, hung: bool = False, late: str = "") -> LiveMember:
@@ -111,7 +108,7 @@ def live_member(member: Member, key: str, create_revision: int, *, hung: bool = 
 
 
 def live_node(node: DcsNode, key: str, create_revision: int) -> LiveMember:
-    return LiveMember(DCS, node.id, node_incarnation(node), 0, node.pid, node.host, key, create_revision,
+    return LiveMember(DCS, node.id, node.process, 0, node.pid, node.host, key, create_revision,
                       machine=node.machine)
 
 

@@ -53,16 +53,15 @@ class HeadHolders:
                 return self._concludes(all_answered)
             sets = reads.read_replica_sets(self._etcd, self._keys, self._stream, head.number).replica_sets
             parts = manifest.part_digests()
-            lacking, _ = self._lacking(set(manifest.chunks), {
+            lacking, all_answered = self._lacking(set(manifest.chunks), {
                 node_id: [d for i in held if i < len(parts) for d in parts[i]]
                 for node_id, held in replica_sets.parts_by_node(sets).items() if node_id in nodes})
+            if lacking:
+                lacking, all_answered = self._lacking(lacking, dict.fromkeys(nodes, sorted(lacking)))
             if not lacking:
                 self._unknown = 0
                 return False
-            lacking, all_answered = self._lacking(lacking, dict.fromkeys(nodes, sorted(lacking)))
-            if not lacking:
-                self._unknown = 0
-            return bool(lacking) and self._concludes(all_answered)
+            return self._concludes(all_answered)
         except ElasticRLError as e:
             log.warning("it is not known whether the newest version of %s is lost: %s", self._stream, e)
             return False

@@ -39,6 +39,7 @@ _MANIFESTS = 4
 _RETRY_S = (2.0, 120.0)
 """Pause after a version could not be repaired, at first and at most; doubled each time, with jitter."""
 
+_NOT_FAILED: tuple[int, float, frozenset[tuple[str, int]]] = (0, 0.0, frozenset())
 _RECHECK_S = 300.0
 """A version that is short of copies, and that nothing can be done for, is examined again after so long: `versions
 recover` may have written its replica sets."""
@@ -69,9 +70,9 @@ class Repairer:
         """All nodes and their states when nothing more could be done for a version."""
         self._confirmed: dict[_VersionKey, dict[str, _NodeState]] = {}
         """Nodes that were asked and have what the replica sets list for them, with their states at that time."""
-        self._failed: dict[_VersionKey, tuple[int, float, frozenset[tuple[str, _NodeState]]]] = {}
-        """How often in a row a version could not be repaired, when it is tried again, and the nodes that were there:
-        with another one it is tried at once."""
+        self._failed: dict[_VersionKey, tuple[int, float, frozenset[tuple[str, int]]]] = {}
+        """How often in a row a version could not be repaired, when it is tried again, and the nodes that were there, by
+        their registrations: with another one it is tried at once."""
         self._recheck_at: dict[_VersionKey, float] = {}
         """When a version that is short of copies is examined again, whatever the nodes."""
         self._manifests: OrderedDict[str, list[list[str]]] = OrderedDict()
@@ -117,11 +118,12 @@ class Repairer:
                     self._note(key, replica_sets.fewest(found_now.replica_sets, nodes), wanted)
         lines = []
         for key in due:
-            entry, failures = committed[key], self._failed[key][0] if key in self._failed else 0
+            entry, failures = committed[key], self._failed.get(key, _NOT_FAILED)[0]
             try:
                 lines += self._repair(entry, nodes, wanted, as_of, identity, guard)
             except ElasticRLError as e:
-                self._failed[key] = (failures + 1, self._clock() + backoff_s(failures + 1, *_RETRY_S), there)
+                self._failed[key] = (failures + 1, self._clock() + backoff_s(failures + 1, *_RETRY_S),
+                                     _registrations(there))
                 lines.append(f"could not repair {key[0]} version {key[1]}: {e.message}")
                 if (short := self._short.get(key)) is not None:
                     self._short = {**self._short, key: replace(short, why=e.message)}
@@ -134,11 +136,9 @@ class Repairer:
 
     def _is_due(self, key: _VersionKey, there: frozenset[tuple[str, _NodeState]]) -> bool:
         """Whether a version is to be examined. ``there``: all nodes and their states."""
-        now, (_, retry_at, known) = self._clock(), self._failed.get(key, (0, 0.0, there))
+        now, (_, retry_at, known) = self._clock(), self._failed.get(key, _NOT_FAILED)
         done = self._examined.get(key) == there and now < self._recheck_at.get(key, math.inf)
-        new = {(node, registration) for node, (registration, _) in there} - {
-            (node, registration) for node, (registration, _) in known}
-        return not done and (now >= retry_at or bool(new))
+        return not done and (now >= retry_at or not _registrations(there) <= known)
 
     def _begin(self, guard: Sequence[Compare]) -> None:
         """A round under another guard than the last one examines all versions."""
@@ -269,6 +269,11 @@ class Repairer:
         if last is not None and len(holding.parts[part]) + len(made) < wanted:
             errors.append(last)
         return made
+
+
+def _registrations(there: Iterable[tuple[str, _NodeState]]) -> frozenset[tuple[str, int]]:
+    """The nodes of these states, each with when it registered."""
+    return frozenset((node, registration) for node, (registration, _) in there)
 
 
 def _state(node: RegisteredNode) -> _NodeState:

@@ -57,6 +57,7 @@ _BEAT_S = 1.0
 _REPORTED = ("used_bytes", "disk_bytes", "disk_used_bytes", "chunks", "unsaved", "lost_chunks")
 """Numbers of the table that are in the record."""
 _FAULT_CHARS = 300
+"""Characters of what is wrong with its disk that are in the record."""
 _FLUSH_S = 60.0
 """Longest time for which a node that is stopped continues to save chunks; well within the grace of its supervisor."""
 
@@ -110,7 +111,7 @@ def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Eve
         stack.callback(registration.remove)
         registration.put()
         witness = HostWitness(etcd, keys, node_id, ttl_s=ttl_s)
-        witness.announce("dcs", node_id, f"{record.pid}:{record.port}")
+        witness.announce("dcs", node_id, record.process)
         stack.callback(witness.start().close)
         if durable is not None:
             uploader = Uploader(etcd, keys, dcs, table, node_id, durable)

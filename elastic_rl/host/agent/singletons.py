@@ -79,7 +79,7 @@ class Singletons:
             self._note(record, now)
         not_before = {key: state.start_at for key, state in self._states.items() if state.phase is Phase.ENDED}
         waits: dict[str, str] = {}
-        starts = 0
+        started = False
         for action in duties.duties(self._host_id, self._incarnation, now, view.lease, view.known,
                                     self._here(records), not_before, self._times):
             match action:
@@ -89,10 +89,10 @@ class Singletons:
                     self._adopt(records[name], generation)
                 case Start(name) if not view.lease.allows_start(self._clock(), self._times):
                     waits[name] = "waits for the host's lease"
-                case Start(name) if starts and self._clock() - now >= self._times.agent_pass_s:
+                case Start(name) if started and self._clock() - now >= self._times.agent_pass_s:
                     waits[name] = "is started in the next pass"  # by the lease and the assignments of then
                 case Start(name, generation, arguments):
-                    starts += 1
+                    started = True
                     self._start(name, generation, arguments)
                 case Wait(name, reason):
                     waits[name] = reason

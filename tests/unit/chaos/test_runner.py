@@ -99,7 +99,8 @@ def test_observer_that_has_ended_says_so_when_it_is_closed(tmp_path: Path) -> No
 
 def test_record_of_a_fault_has_what_the_catalogue_says_of_it(tmp_path: Path) -> None:
     event_log = EventLog(tmp_path / "events.jsonl")
-    recorded = collectors.FaultLog(event_log, cast(Any, SimpleNamespace(write=lambda *_, **__: None)), lambda _: None)
+    others = cast(Any, SimpleNamespace(write=lambda *_, **__: None))
+    recorded = collectors.FaultCopier(event_log, others, lambda _: None)
     recorded.write("fault", name="raylet_killed", step=3, target="", problem="", injected_at=1.0, healed_at=2.0)
     event_log.close()
     [line] = (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()

@@ -23,7 +23,7 @@ def test_schedule_of_each_scenario_follows_from_its_seed(name: str) -> None:
     scenario = SCENARIOS[name]
     assert scenario.schedule(5) == scenario.schedule(5)
     found = scenario.schedule(5)
-    assert found.faults == (2 if scenario.framed_by else scenario.count) and found.scenario == name
+    assert found.faults == (2 if scenario.resume_fault else scenario.count) and found.scenario == name
     assert (found.steps, found.minutes) == (scenario.steps, scenario.minutes)
     assert {fault for strike in found.strikes for fault in strike.faults} <= FAULTS.keys()
 
@@ -48,12 +48,12 @@ def test_longer_run_has_more_faults_and_a_short_one_as_many_as_find_room() -> No
     assert drawn.schedule(1, minutes=2.0).by_time
 
 
-def test_growth_is_framed_by_two_losses_of_the_run_where_it_is_long_enough() -> None:
+def test_growth_is_resume_fault_two_losses_of_the_run_where_it_is_long_enough() -> None:
     growth = SCENARIOS["growth"]
     found = growth.schedule(1)
     assert [(strike.step, strike.faults) for strike in found.strikes] == [(300, ("raylet_killed",)), (
         found.steps - 300, ("raylet_killed",))]
-    assert found.calm_steps == found.steps - 600
+    assert found.fault_free_steps == found.steps - 600
     assert growth.schedule(1, steps=FEWEST_STEPS).strikes == growth.schedule(1, faults=0).strikes == ()
 
 
@@ -103,4 +103,4 @@ def test_no_strike_has_two_faults_of_one_part_or_of_one_host(name: str) -> None:
     for strike in strikes:
         struck = [one for fault in strike.faults for one in FAULTS[fault].victims or {FAULTS[fault].part}]
         assert len({*struck}) == len(struck), strike
-    assert SCENARIOS[name].framed_by or any(len(strike.faults) > 1 for strike in strikes)
+    assert SCENARIOS[name].resume_fault or any(len(strike.faults) > 1 for strike in strikes)

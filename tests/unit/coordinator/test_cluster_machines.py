@@ -81,19 +81,19 @@ def test_host_that_came_back_while_nobody_led_has_its_time_from_the_end_of_that_
     """Its agent may have started a driver then, and ends it within that time."""
     suspected = after((0.0, seen()), (1.0, seen()), (10.0, seen(None)))
     assert suspected is not None
-    again = hosts.advance(suspected, replace(seen(None), came_between=True), 10.0 + TIMES.lost_s, TIMES)
+    again = hosts.advance(suspected, replace(seen(None), registered_again=True), 10.0 + TIMES.lost_s, TIMES)
     assert again is not None and (again.phase, again.since_s) == (HostPhase.SUSPECTED, 10.0 + TIMES.lost_s)
     lost = suspected.replace(phase=HostPhase.LOST)
-    again = hosts.advance(lost, replace(seen(None), came_between=True), 99.0, TIMES)
+    again = hosts.advance(lost, replace(seen(None), registered_again=True), 99.0, TIMES)
     assert again is not None and (again.phase, again.since_s) == (HostPhase.SUSPECTED, 99.0)
     assert hosts.advance(lost, seen(None), 99.0, TIMES) == lost
 
-    def came_between(registered_at: int, written_at: int) -> bool:
+    def registered_again(registered_at: int, written_at: int) -> bool:
         return ClusterReading(
             9, 0.0, host_registrations={"a": _stored(Host(id="a", incarnation="1"), registered_at)},
-            host_states={"a": _stored(suspected, written_at)}).seen_hosts["a"].came_between
+            host_states={"a": _stored(suspected, written_at)}).seen_hosts["a"].registered_again
 
-    assert came_between(6, 5) and not came_between(5, 6)
+    assert registered_again(6, 5) and not registered_again(5, 6)
 
 
 def test_drained_host_leaves_when_it_holds_nothing_and_joins_when_the_drain_is_withdrawn() -> None:
@@ -121,7 +121,7 @@ def test_drain_that_is_asked_for_again_begins_its_time_anew() -> None:
     assert withdrawn is not None and withdrawn.drain_deadline_s == 0.0 and not withdrawn.drain_overdue
 
 
-looks = st.builds(lambda look, came_between: replace(look, came_between=came_between), st.builds(
+looks = st.builds(lambda look, registered_again: replace(look, registered_again=registered_again), st.builds(
     seen, st.sampled_from([None, "1", "2"]), st.sampled_from([None, READY, READY.replace(not_ready="sweeps")]),
     st.sampled_from([HostSpec(), HostSpec(cordoned=True), DRAIN]), st.booleans()), st.booleans())
 
@@ -136,7 +136,7 @@ def test_no_host_becomes_ready_without_evidence_or_lost_without_being_suspected(
         if state is None or before is not None and before.phase is state.phase:
             continue
         if state.phase is HostPhase.LOST:
-            assert before is not None and before.phase is HostPhase.SUSPECTED and not look.came_between
+            assert before is not None and before.phase is HostPhase.SUSPECTED and not look.registered_again
             assert now - before.since_s >= TIMES.lost_s
         if state.phase is HostPhase.READY:
             assert before is not None and before.phase not in (HostPhase.LOST, HostPhase.LEFT)
