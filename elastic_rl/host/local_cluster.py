@@ -1356,7 +1356,8 @@ class Cluster:
         and does not wait until it answers. False, with nothing started, where it runs, where it is no service of this
         cluster any more (``down``), and while another command starts or stops the cluster.
 
-        Raises PreflightFailed: its data are gone, its port is taken, processes of this cluster run without a record.
+        Raises PreflightFailed: its data are gone, its port is taken, the disk takes nothing, processes of this cluster
+        run without a record.
         """
         try:
             with self._locked(0.0):
@@ -1364,14 +1365,16 @@ class Cluster:
                 if name in AGENTS:
                     if info is None or self.agents.runs(name):
                         return False
-                    self._start_agent(name)
+                    with preflight_writes(self.dir):
+                        self._start_agent(name)
                     return True
                 record = self.services.get(name)
                 if info is None or record is None or record.running:
                     return False
                 self.services.end_leftovers(name)
                 self._require_records()
-                return self._revive(record, info)
+                with preflight_writes(self.dir):
+                    return self._revive(record, info)
         except (DeadlineExceeded, FileNotFoundError):  # the lock is held; or the cluster's folder is gone
             return False
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
@@ -107,11 +108,10 @@ class HostAgent:
         with self._cluster.paths.active_agent_lock.open("w", encoding="utf-8") as lock:
             while not taken(lock):
                 pids = [r.pid for r in self._cluster.agents.running() if r.pid not in (0, os.getpid())]
-                status = AgentStatus.load(self._cluster.paths.agent_status)
-                silence.update({"status": status.at if status is not None else 0.0})
-                if silence.expired and self._cluster.paths.info.exists():  # else it is starting, or takes it down
+                silence.update({"status": _modified_s(self._cluster.paths.agent_status)})
+                if silence.expired:
                     silence = ProgressLimit(SILENT_AFTER_S, gap_s=4 * _STANDBY_PASS_S)
-                    for pid in pids:
+                    for pid in pids if self._expects_status() else ():
                         log.warning("the active agent %d is not heard: it is killed", pid)
                         os.kill(pid, signal.SIGKILL)
                 _await_end(pids, _STANDBY_PASS_S if pids else _PASS_S)
@@ -119,6 +119,15 @@ class HostAgent:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._on_signal)
             yield
+
+    def _expects_status(self) -> bool:
+        """Whether an active agent that works would say so: not while it starts the cluster or takes it down, and not
+        where the disk takes nothing from anybody, as one that is mounted read-only since it has failed."""
+        try:
+            os.utime(self._cluster.paths.active_agent_lock)
+        except OSError:
+            return False
+        return self._cluster.paths.info.exists()
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._stopping = True
@@ -265,6 +274,14 @@ class HostAgent:
 
 def _other(name: str) -> str:
     return next(other for other in AGENTS if other != name)
+
+
+def _modified_s(path: Path) -> float:
+    """When a file was written last, unix seconds; 0 where there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _await_end(pids: Sequence[int], longest_s: float = _PASS_S) -> None:

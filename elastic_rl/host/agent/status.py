@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -47,8 +49,17 @@ class AgentStatus(Record):
         return own | {name: service.reason for name, service in self.services.items() if service.reason}
 
     def save(self, path: Path) -> None:
-        """Raises OSError."""
-        replace_file(path, self.encode())
+        """Raises OSError. Where a disk is full, the file that is there is overwritten, which needs no room: what the
+        agent says then is what an operator looks for."""
+        content = self.encode()
+        try:
+            replace_file(path, content)
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
+                raise
+            with path.open("r+b") as file:
+                os.pwrite(file.fileno(), content, 0)
+                file.truncate(len(content))
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
@@ -57,6 +68,15 @@ class AgentStatus(Record):
             return cls.decode(path.read_bytes())
         except (OSError, ValidationError):
             return None
+
+
+def said_here(path: Path) -> str:
+    """What does not run on this host and why, as its agent has said lately; "" where it has said nothing. ``path``:
+    the file of its status."""
+    status = AgentStatus.load(path)
+    if status is None or time.time() - status.at > SILENT_AFTER_S:
+        return ""
+    return "; ".join(f"{name} {why}" for name, why in status.waiting.items())
 
 
 class AgentWatch:

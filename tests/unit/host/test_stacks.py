@@ -4,6 +4,7 @@ are real ones."""
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -107,10 +108,11 @@ def test_parts_of_other_jobs_are_not_read_though_the_agent_has_started_them(
 
 
 def test_process_of_a_heartbeat_is_read_only_if_it_is_still_the_same(
-        sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
+        sleeper: subprocess.Popen[bytes], tmp_path: Path, request: pytest.FixtureRequest) -> None:
     cfg = config.parse({"job": "beats", "run_dir": str(tmp_path / "runs")})
     folder = heartbeats_here(cfg)
     folder.path.parent.mkdir(parents=True, mode=0o700)
+    request.addfinalizer(lambda: shutil.rmtree(folder.path.parent))  # in /dev/shm
 
     def leave(started: int) -> list[Named]:
         beat = Heartbeat(role="trainer", id="0", incarnation="0123456789abcdef")
