@@ -134,12 +134,14 @@ def _by_fault(kinds: Sequence[Mapping[str, Any]]) -> str:
         return " · ".join(value(of[what], digits) for what in ("median", "p95", "max")) if of["n"] else "–"
 
     rows = [[kind["name"], f"{kind['happened']} of {kind['planned']}", str(kind["heal_s"]["n"]),
-             spread(kind["detect_s"]), spread(kind["heal_s"]), spread(kind["redone"], 0),
+             spread(kind["detect_s"]), spread(kind["heal_s"]), spread(kind["lost_s"]), spread(kind["redone"], 0),
              value(kind["alerts"]["max"], 0)] for kind in kinds]
-    head = ["fault", "happened", "healed", "detected after, s", "healed after, s", "steps redone", "alerts"]
+    head = ["fault", "happened", "healed", "detected after, s", "healed after, s", "training lost, s", "steps redone",
+            "alerts"]
     return section("Recovery by fault", table(head, rows, numeric=True) or "<p>No fault was planned.</p>",
-                   "<p><small>Spreads are median · 95th percentile · largest; alerts are the most of one fault.</small>"
-                   "</p>" if rows else "")
+                   "<p><small>Spreads are median · 95th percentile · largest; alerts are the most of one fault. "
+                   "Training lost: the time until the first step after the recovery, less what the steps made "
+                   "meanwhile take without a fault.</small></p>" if rows else "")
 
 
 def _faults(faults: Sequence[Mapping[str, Any]]) -> str:

@@ -8,14 +8,19 @@ waited. The wall time is from the begin of the first step to the end of the last
 
 *Throughput kept* is the samples a second of the run over those of its baseline, the same job with the same seed and no
 fault, over the same steps: how long a step takes depends on what the job has learned.
+
+*Training lost* to a fault is the time from the end of the last step before it to the end of the first one after the
+recovery, less what so many steps take in this run while no fault is under way. Unlike the other two it needs no
+baseline, and says which fault has cost what: on a machine that others use, the speed of a run an hour ago says little.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from statistics import fmean
 from typing import Any
 
 from chaos_tests.event_log import Event, Kind
@@ -73,6 +78,9 @@ class FaultKind:
     """From its injection to its detection."""
     heal_s: Spread
     """From its injection to the recovery."""
+    lost_s: Spread
+    """Of training; see above. Faults whose times meet have equal shares of theirs, which is below 0 where the steps
+    were faster than usual."""
     redone: Spread
     """Steps that were done again."""
     alerts: Spread
@@ -160,20 +168,47 @@ def throughput_kept(run: Timeline, baseline: Timeline) -> float | None:
 
 
 def effective_training_time_ratio(run: Timeline) -> float | None:
-    steps, faults = run.kept, run.happened
+    steps, struck = run.kept, _struck(run.happened)
     if not steps:
         return None
-    begins, ends = sorted(map(began, faults)), [*accumulate(map(ended, sorted(faults, key=began)), max)]
-    struck = {s.step for s in steps if (before := bisect_left(begins, s.ended_at)) and ends[before - 1] > s.began_at}
-    usual = percentile([s.seconds for s in steps if s.step not in struck], 0.5)
-    useful = sum(s.seconds if s.step not in struck or usual is None else min(s.seconds, usual) for s in steps)
+    usual = percentile([s.seconds for s in steps if not struck(s.began_at, s.ended_at)], 0.5)
+    useful = sum(min(s.seconds, usual) if usual is not None and struck(s.began_at, s.ended_at) else s.seconds
+                 for s in steps)
     wall_s = max(s.ended_at for s in steps) - min(s.began_at for s in run.steps)
     return min(1.0, useful / wall_s) if wall_s > 0 else None
 
 
+def lost_s(run: Timeline) -> dict[int, float]:
+    """Training lost to each fault that has happened, by its ``id``; nothing where no step was made without a fault."""
+    at, struck = sorted(s.ended_at for s in run.kept), _struck(run.happened)
+    quiet = [until - since for since, until in pairwise(at) if not struck(since, until)]
+    meeting = list[tuple[int, int, list[Event]]]()
+    for fault in run.happened if quiet else ():
+        first = max(0, bisect_right(at, began(fault)) - 1)
+        last = min(bisect_left(at, ended(fault)), len(at) - 1)
+        if meeting and first < meeting[-1][1]:
+            begins, ends, faults = meeting.pop()
+            meeting.append((begins, max(ends, last), [*faults, fault]))
+        else:
+            meeting.append((first, last, [fault]))
+    return {id(fault): (at[last] - at[first] - (last - first) * fmean(quiet)) / len(faults)
+            for first, last, faults in meeting for fault in faults}
+
+
+def _struck(faults: Sequence[Event]) -> Callable[[float, float], bool]:
+    """Whether a fault was under way between two times. ``faults``: by their begin."""
+    begins, ends = [*map(began, faults)], [*accumulate(map(ended, faults), max)]
+
+    def struck(since: float, until: float) -> bool:
+        before = bisect_left(begins, until)
+        return before > 0 and ends[before - 1] > since
+
+    return struck
+
+
 def by_fault(run: Timeline) -> list[FaultKind]:
     """A row for each kind of fault that was planned."""
-    redone, alerts, happened = dict[int, int](), dict[int, int](), run.happened
+    redone, alerts, lost, happened = dict[int, int](), dict[int, int](), lost_s(run), run.happened
     for at, steps in run.redone:
         if before := bisect_right(happened, at, key=began):
             last = id(happened[before - 1])
@@ -188,6 +223,7 @@ def by_fault(run: Timeline) -> list[FaultKind]:
 
     names = sorted({*planned, *(str(fault["name"]) for fault in run.faults)})
     return [FaultKind(name, planned.count(name), len(of), seconds(of, "detected_at"), seconds(of, "healed_at"),
+                      Spread.of([lost[id(f)] for f in of if id(f) in lost]),
                       Spread.of([redone.get(id(f), 0) for f in of]), Spread.of([alerts.get(id(f), 0) for f in of]))
             for name in names for of in [[fault for fault in happened if fault["name"] == name]]]
 
@@ -195,7 +231,7 @@ def by_fault(run: Timeline) -> list[FaultKind]:
 def statistics(run: Timeline, baseline: Timeline | None = None) -> dict[str, Any]:
     """All numbers, as report.json has them. Times are in seconds; what could not be measured is None."""
     report = (run.end or {}).get("report") or {}
-    happened, kinds = run.happened, by_fault(run)
+    happened, kinds, lost = run.happened, by_fault(run), lost_s(run)
     struck = sum(map(victims, happened))
     return {
         "steps": len(run.effective.of), "steps_redone": run.effective.redone,
@@ -203,6 +239,7 @@ def statistics(run: Timeline, baseline: Timeline | None = None) -> dict[str, Any
         "baseline_samples_per_s": samples_per_s(baseline.kept) if baseline is not None else None,
         "throughput_kept": throughput_kept(run, baseline) if baseline is not None else None,
         "effective_training_time_ratio": effective_training_time_ratio(run),
+        "training_lost_s": sum(lost.values()) if lost or not happened else None,
         "wall_s": max((s.ended_at for s in run.steps), default=0.0) - min((s.began_at for s in run.steps), default=0.0),
         "faults_planned": sum(kind.planned for kind in kinds), "faults": len(happened),
         "faults_healed": sum(fault.get("healed_at") is not None for fault in happened),

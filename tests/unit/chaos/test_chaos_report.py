@@ -76,6 +76,26 @@ def test_statistics_of_a_run_are_those_of_its_log() -> None:
     engine, rank = found["by_fault"]
     assert engine["name"] == "engine_killed" and engine["heal_s"] == {"n": 1, "median": 11.0, "p95": 11.0, "max": 11.0}
     assert (engine["redone"]["max"], rank["redone"]["max"], rank["alerts"]["max"]) == (0, 1, 1)
+    assert (engine["lost_s"]["max"], rank["lost_s"]["max"]) == (pytest.approx(10.0), pytest.approx(5.0))
+    assert found["training_lost_s"] == pytest.approx(15.0)
+
+
+def test_faults_whose_times_meet_share_the_training_that_is_lost() -> None:
+    records = Log().records
+    first = next(of_kind(records, Kind.FAULT))
+    again = {**first, "name": "driver_killed", "injected_at": first["injected_at"] + 1.0, "healed_at": None}
+    records.insert(records.index(first) + 1, again)
+    lost = [kind["lost_s"]["max"] for kind in statistics(timeline(records))["by_fault"]]
+    assert lost == [pytest.approx(15.0 / 3)] * 3, "one that has not healed lasts to the end"
+
+
+def test_training_that_is_lost_is_unknown_where_no_step_was_without_a_fault() -> None:
+    records = Log().records
+    for fault in of_kind(records, Kind.FAULT):
+        fault |= {"injected_at": 0.0, "healed_at": None}
+    found = statistics(timeline(records))
+    assert [kind["lost_s"]["n"] for kind in found["by_fault"]] == [0, 0]
+    assert found["training_lost_s"] is None
 
 
 def test_time_that_a_step_waits_for_a_recovery_is_not_effective() -> None:
