@@ -309,11 +309,14 @@ class Target:
         """How to connect to it. ``of_job``: as of ``api``. Raises ConfigError, or EtcdUnavailable when no cluster is
         up."""
         if not self.remote:
-            return (find_cluster if of_job else find_cluster_alone)(self.ctx, self.file).connect()
+            return self._cluster_here(of_job).connect()
         if self.ctx.args or self.file:
             load(self.ctx, self.file)  # a misspelt setting is an error here as well
         job = str(_given(self.ctx, self.file).get("job", ""))
         return _remote_info(job, self.url, self.token_file, self.ca)
+
+    def _cluster_here(self, of_job: bool) -> Cluster:
+        return (find_cluster if of_job else find_cluster_alone)(self.ctx, self.file)
 
     @contextmanager
     def api(self, *, see: str = "", patience_s: float = ELECTION_S, of_job: bool = True) -> Iterator[AdminClient]:
@@ -333,7 +336,7 @@ class Target:
         except EtcdUnavailable as e:
             if self.remote:
                 e.hint = "check --url (and --ca for https), and that a coordinator runs there"
-            elif said := said_here(find_cluster_alone(self.ctx, self.file).paths.agent_status):
+            elif said := said_here(self._cluster_here(of_job).paths.agent_status):
                 e.hint = f"the agent of this host says: {said}"
             raise
 
