@@ -10,6 +10,9 @@ from chaos_tests.validate.verdict import GROWTH, Checker
 
 FEWEST_STEPS = 5_000
 """Over fewer steps caches, and what etcd keeps of the newest steps and events, still fill."""
+MIN_RESOLVED = 0.75
+"""Part of the series that has to be told to stay within its limit; else the run was too short for what it was judged
+by."""
 MAX_SLOWDOWN = 3.0
 """By this factor a recovery may take longer after the steps than before them: the machine is not always as fast."""
 
@@ -20,7 +23,8 @@ class NothingGrows(Checker):
 
     rule = GROWTH
     reads = frozenset({Kind.STEP, Kind.PROCESS, Kind.STORE, Kind.FAULT})
-    lacks = f"it needs {FEWEST_STEPS:,} steps without a fault, such as in the scenario growth"
+    lacks = (f"it needs {FEWEST_STEPS:,} steps without a fault, such as in the scenario growth, and so many that "
+             f"{MIN_RESOLVED:.0%} of what was sampled can be told from what grows")
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,9 +72,9 @@ class NothingGrows(Checker):
                 if self._trends]
 
     def evidence(self) -> str:
-        if not self._trends:
-            return ""
         told = sum(trend.resolved for trend in self._trends)
+        if not self._trends or told < MIN_RESOLVED * len(self._trends):
+            return ""
         back = "".join(f"; back from {name} after {after:.1f} s, and after {before:.1f} s before them"
                        for name, (before, after) in self._recoveries())
         return (f"{len(self._trends)} series over {self._steps - self._since:,} steps, of {told} of which it was long "

@@ -12,6 +12,7 @@ fault, over the same steps: how long a step takes depends on what the job has le
 *Training lost* to a fault is the time from the end of the last step before it to the end of the first one after the
 recovery, less what so many steps take in this run while no fault is under way. Unlike the other two it needs no
 baseline, and says which fault has cost what: on a machine that others use, the speed of a run an hour ago says little.
+What faults have cost together whose times meet is no one's: it counts for the run, and for no kind of fault.
 """
 
 from __future__ import annotations
@@ -79,8 +80,7 @@ class FaultKind:
     heal_s: Spread
     """From its injection to the recovery."""
     lost_s: Spread
-    """Of training; see above. Faults whose times meet have equal shares of theirs, which is below 0 where the steps
-    were faster than usual."""
+    """Training lost to those whose time meets no other's; below 0 where the steps were faster than usual."""
     redone: Spread
     """Steps that were done again."""
     alerts: Spread
@@ -178,8 +178,9 @@ def effective_training_time_ratio(run: Timeline) -> float | None:
     return min(1.0, useful / wall_s) if wall_s > 0 else None
 
 
-def lost_s(run: Timeline) -> dict[int, float]:
-    """Training lost to each fault that has happened, by its ``id``; nothing where no step was made without a fault."""
+def training_lost(run: Timeline) -> list[tuple[list[Event], float]]:
+    """The seconds of training that were lost to faults: to one, or to several whose times meet. Nothing where no step
+    was made without a fault."""
     at, struck = sorted(s.ended_at for s in run.kept), _struck(run.happened)
     quiet = [until - since for since, until in pairwise(at) if not struck(since, until)]
     meeting = list[tuple[int, int, list[Event]]]()
@@ -191,8 +192,8 @@ def lost_s(run: Timeline) -> dict[int, float]:
             meeting.append((begins, max(ends, last), [*faults, fault]))
         else:
             meeting.append((first, last, [fault]))
-    return {id(fault): (at[last] - at[first] - (last - first) * fmean(quiet)) / len(faults)
-            for first, last, faults in meeting for fault in faults}
+    # The mean, and not the median as above: among these are the steps after which the policy is evaluated.
+    return [(faults, at[last] - at[first] - (last - first) * fmean(quiet)) for first, last, faults in meeting]
 
 
 def _struck(faults: Sequence[Event]) -> Callable[[float, float], bool]:
@@ -208,7 +209,8 @@ def _struck(faults: Sequence[Event]) -> Callable[[float, float], bool]:
 
 def by_fault(run: Timeline) -> list[FaultKind]:
     """A row for each kind of fault that was planned."""
-    redone, alerts, lost, happened = dict[int, int](), dict[int, int](), lost_s(run), run.happened
+    redone, alerts, happened = dict[int, int](), dict[int, int](), run.happened
+    lost = {id(faults[0]): seconds for faults, seconds in training_lost(run) if len(faults) == 1}
     for at, steps in run.redone:
         if before := bisect_right(happened, at, key=began):
             last = id(happened[before - 1])
@@ -231,7 +233,7 @@ def by_fault(run: Timeline) -> list[FaultKind]:
 def statistics(run: Timeline, baseline: Timeline | None = None) -> dict[str, Any]:
     """All numbers, as report.json has them. Times are in seconds; what could not be measured is None."""
     report = (run.end or {}).get("report") or {}
-    happened, kinds, lost = run.happened, by_fault(run), lost_s(run)
+    happened, kinds, lost = run.happened, by_fault(run), training_lost(run)
     struck = sum(map(victims, happened))
     return {
         "steps": len(run.effective.of), "steps_redone": run.effective.redone,
@@ -239,7 +241,7 @@ def statistics(run: Timeline, baseline: Timeline | None = None) -> dict[str, Any
         "baseline_samples_per_s": samples_per_s(baseline.kept) if baseline is not None else None,
         "throughput_kept": throughput_kept(run, baseline) if baseline is not None else None,
         "effective_training_time_ratio": effective_training_time_ratio(run),
-        "training_lost_s": sum(lost.values()) if lost or not happened else None,
+        "training_lost_s": sum(seconds for _, seconds in lost) if lost or not happened else None,
         "wall_s": max((s.ended_at for s in run.steps), default=0.0) - min((s.began_at for s in run.steps), default=0.0),
         "faults_planned": sum(kind.planned for kind in kinds), "faults": len(happened),
         "faults_healed": sum(fault.get("healed_at") is not None for fault in happened),

@@ -29,6 +29,8 @@ WRITE_EVERY_S = 5.0
 SILENT_AFTER_S = 30.0
 """Without a new status for so long the active agent counts as hung."""
 _READ_EVERY_S = 1.0
+_BLOCK_BYTES = 512
+"""The unit of ``st_blocks``."""
 
 
 class AgentStatus(Record):
@@ -49,8 +51,9 @@ class AgentStatus(Record):
         return own | {name: service.reason for name, service in self.services.items() if service.reason}
 
     def save(self, path: Path) -> None:
-        """Raises OSError. Where a disk is full, the file that is there is overwritten, which needs no room: what the
-        agent says then is what an operator looks for."""
+        """Raises OSError. Where a disk is full, the file that is there is overwritten, as far as its blocks go: what
+        the agent says then is what an operator looks for. A longer one is marked as written alone, so that the agent
+        counts as heard."""
         content = self.encode()
         try:
             replace_file(path, content)
@@ -58,8 +61,11 @@ class AgentStatus(Record):
             if e.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
                 raise
             with path.open("r+b") as file:
-                os.pwrite(file.fileno(), content, 0)
-                file.truncate(len(content))
+                if len(content) <= os.fstat(file.fileno()).st_blocks * _BLOCK_BYTES:
+                    os.pwrite(file.fileno(), content, 0)
+                    file.truncate(len(content))
+                else:
+                    os.utime(file.fileno())
 
     @classmethod
     def load(cls, path: Path) -> Self | None:

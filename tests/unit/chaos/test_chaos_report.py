@@ -80,13 +80,17 @@ def test_statistics_of_a_run_are_those_of_its_log() -> None:
     assert found["training_lost_s"] == pytest.approx(15.0)
 
 
-def test_faults_whose_times_meet_share_the_training_that_is_lost() -> None:
+def test_training_that_is_lost_to_faults_whose_times_meet_is_none_of_one_kind() -> None:
     records = Log().records
     first = next(of_kind(records, Kind.FAULT))
-    again = {**first, "name": "driver_killed", "injected_at": first["injected_at"] + 1.0, "healed_at": None}
+    again = {**first, "name": "driver_killed", "injected_at": first["injected_at"] + 1.0}
     records.insert(records.index(first) + 1, again)
-    lost = [kind["lost_s"]["max"] for kind in statistics(timeline(records))["by_fault"]]
-    assert lost == [pytest.approx(15.0 / 3)] * 3, "one that has not healed lasts to the end"
+    found = statistics(timeline(records))
+    assert {kind["name"]: kind["lost_s"]["n"] for kind in found["by_fault"]} == {
+        "driver_killed": 0, "engine_killed": 0, "trainer_rank_killed": 1}
+    assert found["training_lost_s"] == pytest.approx(15.0)
+    again["healed_at"] = None
+    assert [kind["lost_s"]["n"] for kind in statistics(timeline(records))["by_fault"]] == [0, 0, 0], "it has no end"
 
 
 def test_training_that_is_lost_is_unknown_where_no_step_was_without_a_fault() -> None:

@@ -152,6 +152,12 @@ def test_growth_is_judged_over_a_long_run_without_faults(steps: int, leak: float
     assert {verdict.rule: verdict.state for verdict in judge(log)}[GROWTH] is state
 
 
+def test_growth_is_unseen_where_noise_hides_what_was_sampled() -> None:
+    log = [{"kind": Kind.RUN, "at": 0.0, "schedule": {"strikes": []}}, *run_of(lambda step: 0.0, 1, 100 * ALLOWED),
+           {"kind": Kind.STEP, "at": 500.0, "step": STEPS}]
+    assert verdict_of(log).state is State.UNSEEN
+
+
 def fault(at: float, step: int, healed_s: float) -> Event:
     return {"kind": Kind.FAULT, "at": at, "name": "raylet_killed", "step": step, "witness": "seen", "problem": "",
             "injected_at": at - healed_s, "healed_at": at, "detected_at": at}

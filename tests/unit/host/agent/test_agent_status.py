@@ -39,6 +39,14 @@ def test_status_is_written_over_the_last_one_where_there_is_no_room(
     assert AgentStatus.load(path) == SAID.replace(at=2.0, error="short")
 
 
+def test_status_that_has_no_room_is_marked_as_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SAID.save(path)
+    os.utime(path, (1.0, 1.0))
+    refuse(monkeypatch, errno.ENOSPC)
+    SAID.replace(error="x" * (1 << 20)).save(path)
+    assert AgentStatus.load(path) == SAID and path.stat().st_mtime > 1.0
+
+
 def test_first_status_is_not_begun_where_there_is_no_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(monkeypatch, errno.ENOSPC)
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
