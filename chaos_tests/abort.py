@@ -54,7 +54,8 @@ class AbortSwitch:
         has made it."""
         if self._file.exists():
             self.request(_BY_FILE)
-            self._file.unlink(missing_ok=True)
+            with suppress(OSError):  # a folder of that name says the same
+                self._file.unlink(missing_ok=True)
         return self._why
 
     def wait(self, timeout_s: float) -> None:
@@ -82,7 +83,10 @@ def running(folder: Path) -> Iterator[AbortSwitch]:
     with _opened(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT) as lock:
         if not file_lock.taken(lock):
             raise ConfigError(f"another process runs in {folder}", hint="name another folder with --out")
-        (folder / ABORT_FILE).unlink(missing_ok=True)
+        try:
+            (folder / ABORT_FILE).unlink(missing_ok=True)
+        except OSError as e:
+            raise ConfigError(f"{folder / ABORT_FILE} cannot be removed: {e.strerror}", hint="remove it") from e
         try:
             yield AbortSwitch(folder)
         finally:
@@ -111,12 +115,10 @@ def _opened(path: Path, flags: int, hint: str = "name another folder") -> IO[byt
         raise
     except OSError as e:
         raise ConfigError(f"{path} cannot be opened: {e.strerror}", hint=hint) from e
-    file = (os.fdopen(descriptor, "rb", buffering=0) if flags & os.O_ACCMODE == os.O_RDONLY else
-            os.fdopen(descriptor, "r+b", buffering=0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
+        os.close(descriptor)
         raise ConfigError(f"{path} is no regular file", hint=hint)
-    return file
+    return os.fdopen(descriptor, "rb" if flags & os.O_ACCMODE == os.O_RDONLY else "r+b", buffering=0)
 
 
 def is_running(folder: Path) -> bool:

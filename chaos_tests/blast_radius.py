@@ -68,12 +68,15 @@ def unmet(name: str, has: Set[Need]) -> str:
 
 
 def parts(text: str) -> frozenset[Part]:
-    """Parts from a list with commas; ``DEFAULT`` for none. Raises ConfigError."""
+    """Parts from a list with commas. Raises ConfigError, also for one without any: of a variable that is not set, it
+    would be whatever is struck without it."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     unknown = [word for word in words if word not in {*Part}]
     if unknown:
         raise ConfigError(f"there are no parts {', '.join(unknown)}", hint=f"known: {', '.join(Part)}")
-    return frozenset(map(Part, words)) or DEFAULT
+    if not words:
+        raise ConfigError("no part is named that may be struck", hint=f"name some of {', '.join(Part)}")
+    return frozenset(map(Part, words))
 
 
 def replicas_of(context: FaultContext) -> dict[Part, int]:

@@ -49,9 +49,10 @@ class Outcome:
 
 def schedule_at(path: Path) -> Schedule:
     """The schedule of a folder of results, or in a file. Raises ConfigError."""
-    file = path / SCHEDULE if path.is_dir() else path
+    file = path
     try:
-        return Schedule.from_json(read_limited(file, _MOST_BYTES).decode(), FAULTS)
+        file = path / SCHEDULE if path.is_dir() else path
+        return Schedule.from_json(read_limited(file, _MOST_BYTES).decode("utf-8-sig"), FAULTS)
     except (OSError, ValueError) as e:
         raise ConfigError(f"no schedule can be read from {file}: {e}",
                           hint="name a folder that `elastic-rl chaos run` has written, or its schedule.json") from e

@@ -35,7 +35,8 @@ from elastic_rl.train import audit_of
 _OF_THE_RUN: Mapping[str, str] = {
     **dict.fromkeys(("run_dir", "job", "cluster"), "it says itself where it is"), "seed": "the schedule has its seed",
     "train.steps": "the schedule has its length: give --steps or --minutes",
-    **dict.fromkeys(("alerts.urls", "alerts.config_file"), "it receives the alerts itself, and judges them"),
+    **dict.fromkeys(("alerts.urls", "alerts.routes", "alerts.config_file"),
+                    "it receives the alerts itself, and judges them"),
     "etcd.endpoints": "it starts an etcd, which its faults strike"}
 """Settings that a run on a cluster of its own decides, and why."""
 READ_BUDGET_S = 1.0
@@ -146,6 +147,11 @@ def own_config(folder: Path, settings: Mapping[str, Any], more: Sequence[str] = 
         within = named.get(section) if section else named
         if isinstance(within, Mapping) and key in within:
             raise ConfigError(f"a run on a cluster of its own takes no --{name}: {why}", hint="leave it out")
+    for word in more:  # it would replace what the scenario and the run have decided in that section
+        name, _, value = word.removeprefix("--").partition("=")
+        if "." not in name and value.lstrip().startswith("{"):
+            raise ConfigError(f"a run on a cluster of its own takes no whole section: --{name}",
+                              hint=f"give its keys one by one: --{name}.KEY=VALUE")
     return config.load(None, [
         "--train.stop_eval_accuracy=null",
         *(f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()),

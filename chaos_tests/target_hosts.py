@@ -92,6 +92,13 @@ class HostsTarget(Target):
             raise DeadlineExceeded(f"{e.message}: it lacks {missing}") from e
 
 
+def require_visible(folder: Path) -> None:
+    """Raises ConfigError for a folder of results that test hosts do not see."""
+    if below := next((private for private in PRIVATE if folder.resolve().is_relative_to(private)), None):
+        raise ConfigError(f"the folder of the results is below {below}, of which each test host has its own",
+                          hint="name another folder with --out, such as one below /var/tmp")
+
+
 @contextmanager
 def hosts_cluster(cfg: Config, *, say: Callable[[str], None], on_leftover: Callable[[str], None]
                   ) -> Iterator[HostsTarget]:
@@ -100,9 +107,7 @@ def hosts_cluster(cfg: Config, *, say: Callable[[str], None], on_leftover: Calla
     hosts cannot share, PreflightFailed where this machine cannot have hosts, and what ``ClusterHosts.up`` raises."""
     cluster = Cluster(cfg, say=say)
     cfg = cluster.cfg  # its paths are absolute
-    if below := next((folder for folder in PRIVATE if cfg.run_dir.is_relative_to(folder)), None):
-        raise ConfigError(f"the folder of the results is below {below}, of which each test host has its own",
-                          hint="name another folder with --out, such as one below /var/tmp")
+    require_visible(cfg.run_dir)
     made, failed = ClusterHosts(cluster, say, outlive=False), ""
     try:
         with ExitStack() as stack:

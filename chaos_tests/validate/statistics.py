@@ -80,7 +80,8 @@ class FaultKind:
     heal_s: Spread
     """From its injection to the recovery."""
     lost_s: Spread
-    """Training lost to those whose time meets no other's; below 0 where the steps were faster than usual."""
+    """Training lost to those whose time meets no other's and has an end; below 0 where the steps were faster than
+    usual."""
     redone: Spread
     """Steps that were done again."""
     alerts: Spread
@@ -179,21 +180,26 @@ def effective_training_time_ratio(run: Timeline) -> float | None:
 
 
 def training_lost(run: Timeline) -> list[tuple[list[Event], float]]:
-    """The seconds of training that were lost to faults: to one, or to several whose times meet. Nothing where no step
-    was made without a fault."""
+    """The seconds of training that were lost to faults: to one, or to several whose times meet. One that was not
+    recovered from lasts to the end of the run. Nothing where no step was made without a fault."""
     at, struck = sorted(s.ended_at for s in run.kept), _struck(run.happened)
     quiet = [until - since for since, until in pairwise(at) if not struck(since, until)]
-    meeting = list[tuple[int, int, list[Event]]]()
-    for fault in run.happened if quiet else ():
-        first = max(0, bisect_right(at, began(fault)) - 1)
-        last = min(bisect_left(at, ended(fault)), len(at) - 1)
+    if not quiet:
+        return []
+    over = max(at[-1], float((run.end or {}).get("at") or 0.0))
+    meeting = list[tuple[float, float, list[Event]]]()
+    for fault in run.happened:
+        first = at[max(0, bisect_right(at, began(fault)) - 1)]
+        after = bisect_left(at, ended(fault))
+        last = at[after] if after < len(at) else over
         if meeting and first < meeting[-1][1]:
             begins, ends, faults = meeting.pop()
             meeting.append((begins, max(ends, last), [*faults, fault]))
         else:
             meeting.append((first, last, [fault]))
     # The mean, and not the median as above: among these are the steps after which the policy is evaluated.
-    return [(faults, at[last] - at[first] - (last - first) * fmean(quiet)) for first, last, faults in meeting]
+    return [(faults, last - first - (bisect_right(at, last) - bisect_right(at, first)) * fmean(quiet))
+            for first, last, faults in meeting]
 
 
 def _struck(faults: Sequence[Event]) -> Callable[[float, float], bool]:
@@ -210,7 +216,8 @@ def _struck(faults: Sequence[Event]) -> Callable[[float, float], bool]:
 def by_fault(run: Timeline) -> list[FaultKind]:
     """A row for each kind of fault that was planned."""
     redone, alerts, happened = dict[int, int](), dict[int, int](), run.happened
-    lost = {id(faults[0]): seconds for faults, seconds in training_lost(run) if len(faults) == 1}
+    lost = {id(faults[0]): seconds for faults, seconds in training_lost(run)
+            if len(faults) == 1 and faults[0].get("healed_at") is not None}
     for at, steps in run.redone:
         if before := bisect_right(happened, at, key=began):
             last = id(happened[before - 1])

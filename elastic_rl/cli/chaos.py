@@ -6,6 +6,7 @@ The suite (``chaos_tests``) and what it imports are loaded by the commands that 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import shlex
 import signal
@@ -20,11 +21,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastic_rl.cli import tables
-from elastic_rl.cli.common import EXTRA, File, Output, err, find_cluster, location, names_target, out, overrides, say
+from elastic_rl.cli.common import (
+    EXTRA,
+    URL_ENV,
+    File,
+    Output,
+    err,
+    find_cluster,
+    location,
+    names_target,
+    out,
+    overrides,
+    say,
+)
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.cli.tables import Format
 from elastic_rl.errors import ConfigError
-from elastic_rl.runtime.files import replace_file
+from elastic_rl.runtime.files import os_error_text, replace_file
+from elastic_rl.runtime.words import counted
 
 if TYPE_CHECKING:
     from chaos_tests.abort import AbortSwitch
@@ -70,7 +84,7 @@ Baseline = Annotated[bool | None, typer.Option("--baseline/--no-baseline", show_
     "Whether the same job runs without faults first; else as the scenario says."))]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the schedule, and start nothing.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a cluster that runs is struck.")]
-Only = Annotated[str, typer.Option("--only", metavar="PARTS", help=(
+Only = Annotated[str | None, typer.Option("--only", show_default=False, metavar="PARTS", help=(
     "Of a cluster that runs, strike only these: engines, trainer, roles, driver, run, router, ray, coordinators, dcs, "
     "etcd, hosts, api, with commas in between. Without it all but etcd and hosts, which have to be named."))]
 AtOnce = Annotated[int, typer.Option("--at-once", min=1, metavar="N", help=(
@@ -107,7 +121,7 @@ def list_(output: Output = Format.TABLE) -> None:
 def run(ctx: typer.Context,
         scenario: Annotated[str, typer.Option("--scenario", metavar="NAME", help="As `chaos list` shows it.")],
         seed: Seed = None, minutes: Minutes = 0.0, steps: Steps = 0, faults: Faults = None, file: File = None,
-        out_folder: Out = None, baseline: Baseline = None, dry_run: DryRun = False, yes: Yes = False, only: Only = "",
+        out_folder: Out = None, baseline: Baseline = None, dry_run: DryRun = False, yes: Yes = False, only: Only = None,
         at_once: AtOnce = 1, allow_last: AllowLast = False, recovery_minutes: RecoveryMinutes = 10.0,
         output: Output = Format.TABLE) -> None:
     """Run a scenario: a job, faults that a seed draws, and a verdict on every rule; code 1 where one is broken.
@@ -136,10 +150,10 @@ def run(ctx: typer.Context,
 
 
 @app.command("replay", **EXTRA)
-def replay(ctx: typer.Context, path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=(
+def replay(ctx: typer.Context, path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", parser=_folder, help=(
                "Folder of the results of a run, or its schedule.json."))],
            file: File = None, out_folder: Out = None, baseline: Baseline = None, dry_run: DryRun = False,
-           yes: Yes = False, only: Only = "", at_once: AtOnce = 1, faults: MostFaults = None,
+           yes: Yes = False, only: Only = None, at_once: AtOnce = 1, faults: MostFaults = None,
            allow_last: AllowLast = False, recovery_minutes: RecoveryMinutes = 10.0,
            output: Output = Format.TABLE) -> None:
     """Run a schedule again: the same faults, at the same steps or seconds, of the same job.
@@ -171,7 +185,7 @@ def replay(ctx: typer.Context, path: Annotated[Path, typer.Argument(metavar="FOL
 
 
 @app.command("shrink")
-def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=(
+def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", parser=_folder, help=(
                "Folder of the results of a run that has failed, or its schedule.json."))],
            tries: Annotated[int, typer.Option("--tries", min=1, help="Most runs.")] = 20,
            out_folder: Out = None, output: Output = Format.TABLE) -> None:
@@ -182,18 +196,23 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
     from chaos_tests.nemesis.schedule import shrunk
     schedule = replace(results.schedule_at(path), baseline=False)
     _require_possible(schedule)
-    broken = frozenset[str]()
-    if (path / report.EVENTS).is_file():
-        with _of_a_log(path):
-            broken = results.outcome_of(path).broken
+    if schedule.faults < 2:
+        raise ConfigError(f"the schedule has {counted(schedule.faults, 'fault')}: there are no fewer to look for",
+                          hint="run it again: `elastic-rl chaos replay`")
+    broken, of = frozenset[str](), path if path.is_dir() else path.parent
+    if (of / report.EVENTS).is_file():
+        with _of_a_log(of):
+            broken = results.outcome_of(of).broken
         if not broken:
-            raise ConfigError(f"the run in {path} broke no rule", hint="name one that has failed")
+            raise ConfigError(f"the run in {of} broke no rule", hint="name one that has failed")
         _progress(f"a part fails that breaks {' or '.join(sorted(broken))}")
     folder = out_folder or _new_folder(schedule, Path("runs"), "shrink")
-    try:
-        folder.mkdir(mode=0o700, parents=True)
-    except FileExistsError as e:
-        raise ConfigError(f"there is a folder {folder}, or a file, already", hint="name a new one with --out") from e
+    with _of_files("name another folder with --out"):
+        try:
+            folder.mkdir(mode=0o700, parents=True)
+        except FileExistsError as e:
+            raise ConfigError(f"there is a folder {folder}, or a file, already", hint="name a new one with --out"
+                              ) from e
     _undo_of_killed_runs(folder.parent)
     runs = 0
 
@@ -230,34 +249,39 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", help=
 
 
 @app.command("abort")
-def abort(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the results of the run.")]) -> None:
+def abort(folder: Annotated[Path, typer.Argument(metavar="FOLDER", parser=_folder, help=(
+        "Folder of the results of the run."))]) -> None:
     """End a run, and undo what can be undone: processes that it has stopped go on, and a pool that still has the size
     that a fault gave it has its size of before. Also where the run itself was killed; code 1 where something cannot be
     undone."""
     from chaos_tests import abort as switch
-    undone = switch.abort(folder)
+    with _of_files("name the folder that `elastic-rl chaos run` has said"):
+        undone = switch.abort(folder)
     if undone is None:
         say("the run ends, and undoes what can be undone")
         return
     say("the process of that run has ended before" if not undone.done else
         "the process of that run was killed; undone now:")
     for line in undone.done:
-        say(f"  {line}")
+        say(f"  {tables.one_line(line)}")
     for line in undone.failed:
-        say(f"not undone: {line}", to_err=True)
+        say(f"not undone: {tables.one_line(line)}", to_err=True)
     if undone.failed:
         raise typer.Exit(Exit.FAILED)
 
 
 @app.command("check")
-def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the results of a run.")],
+def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", parser=_folder, help=(
+              "Folder of the results of a run."))],
           output: Output = Format.TABLE) -> None:
     """Judge a run again by its log, which may have been made on another machine; code 1 where a rule is broken, the run
     was aborted, or it does not show what it had to."""
     from chaos_tests import report, results
     from chaos_tests.event_log import Records
     folder = folder.parent if folder.name == report.EVENTS else folder
-    if not (folder / report.EVENTS).is_file():
+    with _of_files("check it as a user who may read it"):
+        there = (folder / report.EVENTS).is_file()
+    if not there:
         raise ConfigError(f"there is no {report.EVENTS} in {folder}", hint="name a folder that `chaos run` has written")
     with _of_a_log(folder):
         outcome = results.outcome_of(folder)
@@ -266,6 +290,16 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
     if "must_see" not in first:
         _progress("the log is of an earlier release: it does not say which rules the run had to show")
     _show(outcome, output, arguments, again="" if (folder / results.SCHEDULE).is_file() else again, interrupted=False)
+
+
+@contextmanager
+def _of_files(hint: str) -> Iterator[None]:
+    """The block reads or makes what the command line names. Raises ConfigError in the place of an OSError, whose code
+    says that a rule was broken."""
+    try:
+        yield
+    except OSError as e:
+        raise ConfigError(os_error_text(e), hint=hint) from e
 
 
 @contextmanager
@@ -357,10 +391,11 @@ def _settings(ctx: typer.Context) -> list[str]:
     return [word for word in overrides(ctx.args) if not word.startswith("--run_dir=")]
 
 
-def _radius(only: str, at_once: int, faults: int | None, allow_last: bool) -> BlastRadius:
+def _radius(only: str | None, at_once: int, faults: int | None, allow_last: bool) -> BlastRadius:
     from chaos_tests import blast_radius
     usual = blast_radius.BlastRadius()
-    return blast_radius.BlastRadius(parts=blast_radius.parts(only), at_once=at_once, allow_last=allow_last,
+    parts = usual.parts if only is None else blast_radius.parts(only)
+    return blast_radius.BlastRadius(parts=parts, at_once=at_once, allow_last=allow_last,
                                     faults=usual.faults if faults is None else faults)
 
 
@@ -411,13 +446,17 @@ def _require_possible(schedule: Schedule) -> None:
 
 def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, *, dry_run: bool, output: Format) -> None:
     from chaos_tests import results, runner
+    from chaos_tests.scenarios import Tier
+    from chaos_tests.target_hosts import require_visible
     _require_possible(schedule)
     if folder is not None and any(word.startswith("--run_dir=") for word in overrides(ctx.args)):
         raise ConfigError("--run_dir: the results go to --out", hint="leave one of them out")
+    folder = folder or _new_folder(schedule, location(ctx, None).run_dir)
+    if runner.scenario_of(schedule).tier is Tier.TEST_HOSTS:
+        require_visible(folder)
     if dry_run:
         sys.stdout.write(results.shown(schedule).to_json())
         return
-    folder = folder or _new_folder(schedule, location(ctx, None).run_dir)
     _undo_of_killed_runs(folder.parent)
     _progress(f"scenario {schedule.scenario}, seed {schedule.seed}: the results go to {folder}")
     _show(_run_to_end(lambda switch: runner.run(schedule, folder, say=_progress, switch=switch)), output)
@@ -429,6 +468,9 @@ def _attached(ctx: typer.Context, file: Path | None, schedule_of: Callable[[Targ
     from chaos_tests import abort, blast_radius, runner
     from chaos_tests.faults.catalogue import met
     from chaos_tests.target import running_cluster
+    if os.environ.get(URL_ENV) and not any(word.startswith(("--run_dir=", "--cluster=")) for word in ctx.args):
+        raise ConfigError(f"{URL_ENV} names another cluster, and only a job of this host can be struck",
+                          hint="name its cluster with --run_dir or --cluster, or unset the variable")
     with running_cluster(find_cluster(ctx, file)) as target:
         schedule = replace(schedule_of(target, radius), baseline=None)
         replicas = blast_radius.replicas_of(target.context())

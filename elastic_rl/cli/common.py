@@ -77,7 +77,8 @@ err = Console(stderr=True)
 
 File = Annotated[Path | None, typer.Option("-c", "--config", help="YAML file of settings.")]
 Output = Annotated[Format, typer.Option("-o", "--output", help="table, wide or json.")]
-Url = Annotated[str, typer.Option("--url", envvar="ELASTIC_RL_URL", metavar="URL[,URL]", show_envvar=True, help=(
+URL_ENV = "ELASTIC_RL_URL"
+Url = Annotated[str, typer.Option("--url", envvar=URL_ENV, metavar="URL[,URL]", show_envvar=True, help=(
     "Admin API of a cluster elsewhere, one URL a replica; else the cluster of run_dir."))]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", envvar="ELASTIC_RL_TOKEN_FILE", show_envvar=True, help=(
     "File with the token for --url, or a cluster's credentials.json."))]
@@ -336,7 +337,7 @@ class Target:
         except EtcdUnavailable as e:
             if self.remote:
                 e.hint = "check --url (and --ca for https), and that a coordinator runs there"
-            elif said := said_here(self._cluster_here(of_job).paths.agent_status):
+            elif said := said_here(self._cluster_here(of_job)):
                 e.hint = f"the agent of this host says: {said}"
             raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import time
@@ -22,6 +23,7 @@ from elastic_rl.faults.undo import Undo
 from elastic_rl.host.service_files import node_service
 from elastic_rl.runtime.waiting import wait_until
 
+_REFUSED = os.strerror(errno.EFBIG)
 _NO_GROWTH = 1
 """Limit of the size of a process's files, in bytes."""
 
@@ -43,7 +45,7 @@ class DiskRefusesWrites(RecoversWithSteps):
 
     def __init__(self, context: FaultContext, seconds: float) -> None:
         super().__init__(context)
-        self.seconds, self._unsaved = seconds, 0
+        self.seconds, self._unsaved, self._said = seconds, 0, ""
 
     def inject(self) -> tuple[str, str]:
         """Raises PermissionError where this process may not limit others."""
@@ -55,19 +57,22 @@ class DiskRefusesWrites(RecoversWithSteps):
         with self.context.undo.noted(Undo.UNLIMIT, pid, limit=[*limit]):
             with self.context.striking(f"no file of pid {pid} could grow"):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (_NO_GROWTH, limit[1]))
-            end = time.monotonic() + self.seconds
+            end, said = time.monotonic() + self.seconds, ""
             while time.monotonic() < end:
                 records = self.context.answered(lambda: _records(self.context))
-                most = max([most, *(record.unsaved for record in records)])
+                for record in (record for record in records if record.pid == pid):
+                    most = max(most, record.unsaved)
+                    said = record.disk_fault if _REFUSED in record.disk_fault else said
                 self.context.ended.wait(0.2)
-        self._unsaved = most
-        if not most:  # nothing was to be written
+        self._unsaved, self._said = most, said
+        if not said:  # nothing was to be written; chunks that wait for their turn are no witness
             return "DCS node", ""
-        return "DCS node", f"no file of pid {pid} could grow for {self.seconds:g} s: {most} chunks were not on its disk"
+        return "DCS node", (f"no file of pid {pid} could grow for {self.seconds:g} s: {most} chunks were not on its "
+                            f"disk, and it said {said!r}")
 
     def detected(self) -> bool:
-        """The node says that there are chunks that it has not saved."""
-        return self._unsaved > 0
+        """The node says that its disk refuses writes."""
+        return bool(self._said)
 
     def is_back(self) -> bool:
         """It has saved what it had not, but for what was published since."""

@@ -11,7 +11,8 @@ _NAME = re.compile(r"(?:^|(?<!per)_)(?:api_?keys?|(?:access|private|secret)_?key
                    r"password|passwd|authorization)$")
 """Last words of the names, in lower case, of options that are secrets: of ``hf_token`` and ``apikey``, but neither of
 ``max_tokens``, ``token_file`` and ``cost_per_token`` nor of ``answer_key``, which names a column."""
-_MORE = re.compile(r"(?:^|_)(?:credentials?|bearer|pw|pwd|passphrase|sig|signature)$")
+_MORE = re.compile(r"(?:^|_)(?:credentials?|secrets|passwords|(?:access|api|auth)_?tokens|bearer|pw|pwd|passphrase|sig|"
+                   r"signature)$")
 """Last words of more such names, of settings and in text. Variables of the environment with them are often paths."""
 _NO_SECRETS = frozenset({"prompt_key", "messages_key", "answer_key", "tls_key"})
 """Settings that end with *key* and name a column or a file."""

@@ -76,13 +76,20 @@ class AgentStatus(Record):
             return None
 
 
-def said_here(path: Path) -> str:
-    """What does not run on this host and why, as its agent has said lately; "" where it has said nothing. ``path``:
-    the file of its status."""
-    status = AgentStatus.load(path)
-    if status is None or time.time() - status.at > SILENT_AFTER_S:
+def said_here(cluster: Cluster) -> str:
+    """What of a cluster, and of its job, does not run on this host and why, as its agent has said lately; "" where it
+    has said nothing."""
+    status = AgentStatus.load(cluster.paths.agent_status)
+    if status is None or abs(time.time() - status.at) > SILENT_AFTER_S:
         return ""
-    return "; ".join(f"{name} {why}" for name, why in status.waiting.items())
+    return "; ".join(f"{name} {why}" for name, why in _of_job(status, cluster).items())
+
+
+def _of_job(status: AgentStatus, cluster: Cluster) -> dict[str, str]:
+    """What does not run of what the cluster's job needs: neither a standby that is being started nor another job's
+    services are what it waits for."""
+    return {name: why for name, why in status.waiting.items()
+            if name not in AGENTS and job_of_service(name) in ("", cluster.cfg.job)}
 
 
 class AgentWatch:
@@ -124,9 +131,7 @@ class AgentWatch:
             return {"host agent": f"has not been heard for {silent_s:.0f} s"}
         if status.at < self._up_since():
             return {}  # what the agent said while the cluster was being started is no longer true
-        # Neither a standby that is being started nor another job's services are what a run waits for.
-        return {name: why for name, why in status.waiting.items()
-                if name not in AGENTS and job_of_service(name) in ("", self._cluster.cfg.job)}
+        return _of_job(status, self._cluster)
 
     def _up_since(self) -> float:
         """When the cluster's addresses were written, unix seconds; 0 where they are not."""

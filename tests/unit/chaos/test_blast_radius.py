@@ -20,12 +20,19 @@ PLENTY = dict.fromkeys(Part, 3)
 
 
 def test_everything_but_etcd_and_hosts_may_be_struck_where_nothing_is_named() -> None:
-    radius = BlastRadius(parts=parts(""))
+    radius = BlastRadius()
     allowed, refused = radius.allowed(dict.fromkeys(FAULTS, 1.0), PLENTY)
     assert {FAULTS[name].part for name in refused} >= {Part.ETCD, Part.HOSTS}
     assert {"all_engines_killed", "etcd_killed", "etcd_stopped", "host_agent_killed"} <= set(refused)
     assert not {FAULTS[name].part for name in allowed} & {Part.ETCD, Part.HOSTS}
     assert "engine_killed" in allowed and sorted(allowed) == allowed
+
+
+@pytest.mark.parametrize("text", ["", " ", ",,"])
+def test_list_without_a_part_is_refused(text: str) -> None:
+    """It is of a variable that is not set, and does not mean whatever may be struck."""
+    with pytest.raises(ConfigError, match="no part is named"):
+        parts(text)
 
 
 def test_only_named_parts_are_struck() -> None:

@@ -89,8 +89,19 @@ def test_training_that_is_lost_to_faults_whose_times_meet_is_none_of_one_kind() 
     assert {kind["name"]: kind["lost_s"]["n"] for kind in found["by_fault"]} == {
         "driver_killed": 0, "engine_killed": 0, "trainer_rank_killed": 1}
     assert found["training_lost_s"] == pytest.approx(15.0)
-    again["healed_at"] = None
-    assert [kind["lost_s"]["n"] for kind in statistics(timeline(records))["by_fault"]] == [0, 0, 0], "it has no end"
+
+
+def test_fault_that_was_not_recovered_from_costs_the_rest_of_the_run() -> None:
+    records = Log().records
+    last = [*of_kind(records, Kind.STEP)][-1]["at"]
+    never = {**next(of_kind(records, Kind.FAULT)), "injected_at": last + 0.5, "healed_at": None, "at": last + 90.0}
+    end = next(of_kind(records, Kind.END))
+    end["at"] = last + 100.0
+    records.insert(records.index(end), never)
+    found = statistics(timeline(records))
+    assert found["training_lost_s"] == pytest.approx(15.0 + 100.0)
+    [same] = [kind for kind in found["by_fault"] if kind["name"] == never["name"]]
+    assert same["lost_s"]["n"] == 1, "the one that has an end"
 
 
 def test_training_that_is_lost_is_unknown_where_no_step_was_without_a_fault() -> None:

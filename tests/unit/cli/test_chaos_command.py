@@ -91,6 +91,10 @@ def test_dry_run_prints_a_schedule_that_can_be_replayed(tmp_path: Path, capsys: 
     (["run", "--scenario", "quick", "--baseline", "--job=j"], "--baseline: a run against a cluster that runs has no"),
     (["run", "--scenario", "quick", "--dry-run", "--nonsense.x=1"], "nonsense"),
     (["run", "--scenario", "quick", "--job=j", "--recovery-minutes", "nan"], "Input should be"),
+    (["run", "--scenario", "quick", "--job=j", "--only", ",,"], "no part is named that may be struck"),
+    (["run", "--scenario", "hosts", "--out=/tmp/r", "--dry-run"], "below /tmp, of which each test host has its own"),
+    *[([name, ""], "the name of the folder is empty") for name in ("abort", "check", "replay", "shrink")],
+    *[([name, "x" * 300], "File name too long") for name in ("abort", "check", "replay")],
     (["sim", "--worlds", "unheard-of"], "known: steps")])
 def test_what_makes_no_sense_is_refused(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*args) == Exit.USAGE
@@ -379,7 +383,7 @@ def test_faults_that_are_not_possible_on_this_machine_are_refused_before_anythin
 
 @pytest.mark.parametrize("setting", [
     "--run_dir=/etc", "--cluster=prod", "--seed=5", "--train.steps=5", "--alerts.urls=[]", "--etcd.endpoints=[]",
-    "--alerts.config_file=/etc/apprise.yml", "--etcd={endpoints: [a:1]}"])
+    "--alerts.config_file=/etc/apprise.yml", "--alerts.routes=[{url: json://pager}]", "--etcd={endpoints: [a:1]}"])
 def test_setting_that_the_run_has_itself_is_refused(setting: str, runs: list[dict[str, Any]], tmp_path: Path,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "s.json"
@@ -388,6 +392,39 @@ def test_setting_that_the_run_has_itself_is_refused(setting: str, runs: list[dic
     name = setting.partition("=")[0]
     assert f"a run on a cluster of its own takes no {name}" in capsys.readouterr().err
     assert run("shrink", str(file)) == Exit.USAGE and not runs
+
+
+def test_whole_section_is_refused_which_would_replace_what_the_scenario_has_decided(
+        capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("run", "--scenario", "quick", "--dry-run", "--train={lr: 0.001}") == Exit.USAGE
+    assert "give its keys one by one: --train.KEY=VALUE" in capsys.readouterr().err
+
+
+def test_job_of_this_host_is_not_struck_in_the_place_of_another_clusters(
+        attached: list[runner.Limits], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("ELASTIC_RL_URL", "http://staging:8400")
+    words = ["run", "--scenario", "quick", "--minutes", "9", "--job=j", "--yes"]
+    assert run(*words) == Exit.USAGE and not attached
+    assert "ELASTIC_RL_URL names another cluster" in capsys.readouterr().err
+    assert run(*words, f"--run_dir={tmp_path}") == Exit.OK and attached
+
+
+@pytest.mark.parametrize("strikes", [(), (Strike(3, ("engine_killed",)),)])
+def test_schedule_of_one_fault_is_not_shrunk(strikes: tuple[Strike, ...], runs: list[dict[str, Any]], tmp_path: Path,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    (file := tmp_path / "s.json").write_text(replace(SCHEDULE, strikes=strikes).to_json())
+    assert run("shrink", str(file)) == Exit.USAGE and not runs
+    assert "there are no fewer to look for" in capsys.readouterr().err
+
+
+def test_results_beside_a_schedule_count_where_it_is_named_itself(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (file := tmp_path / "schedule.json").write_text("\ufeff" + SCHEDULE.to_json(), encoding="utf-8")
+    (tmp_path / report.EVENTS).touch()
+    monkeypatch.setattr(results, "outcome_of", lambda path: Outcome(path, []))
+    assert run("shrink", str(file)) == Exit.USAGE
+    assert f"the run in {tmp_path} broke no rule" in capsys.readouterr().err
 
 
 FIRST = {"at": 1.0, "kind": "run", "form": FORM, "scenario": "quick", "seed": 1, "settings": {}, "schedule": {}}

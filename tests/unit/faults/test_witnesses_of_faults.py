@@ -83,16 +83,20 @@ def start(context: Context) -> Iterator[Start]:
         process.wait()
 
 
-@pytest.mark.parametrize("unsaved", [0, 3])
-def test_disk_that_had_nothing_to_write_has_refused_nothing(unsaved: int, context: Context, start: Start,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("pid", "disk_fault", "refused"), [
+    (0, "", False), (0, "File too large", True), (0, "Input/output error", False), (1, "File too large", False)])
+def test_disk_has_refused_what_its_node_says_that_it_has(
+        pid: int, disk_fault: str, refused: bool, context: Context, start: Start, monkeypatch: pytest.MonkeyPatch
+        ) -> None:
+    """Chunks wait for their turn also where the disk takes each of them. ``pid``: 1 for another node."""
     node = start()
     before = resource.prlimit(node.pid, resource.RLIMIT_FSIZE)
     monkeypatch.setattr(storage, "_node", lambda of: node.pid)
-    monkeypatch.setattr(storage, "_records", lambda of: [SimpleNamespace(unsaved=unsaved)])
+    monkeypatch.setattr(storage, "_records", lambda of: [
+        SimpleNamespace(pid=pid or node.pid, unsaved=3, disk_fault=disk_fault)])
     fault = DiskRefusesWrites(context, 0.01)
     _, witness = fault.inject()
-    assert fault.detected() is bool(witness) is (unsaved > 0)
+    assert fault.detected() is bool(witness) is refused
     assert not witness or "3 chunks were not on its disk" in witness
     assert resource.prlimit(node.pid, resource.RLIMIT_FSIZE) == before and context.undo.pending() == []
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from elastic_rl.etcd.cluster_records import RunState, ServiceStatus
 from elastic_rl.host.agent import status as status_module
 from elastic_rl.host.agent.__main__ import HostAgent
 from elastic_rl.host.agent.status import SILENT_AFTER_S, AgentStatus, said_here
@@ -62,12 +63,16 @@ def test_disk_that_fails_otherwise_is_an_error(path: Path, monkeypatch: pytest.M
     assert AgentStatus.load(path) == SAID
 
 
-def test_only_what_was_said_lately_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    SAID.save(path)
-    for now, said in ((1.0 + SILENT_AFTER_S, f"host agent {SAID.error}"), (2.0 + SILENT_AFTER_S, "")):
+def test_what_was_said_lately_of_the_job_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = {name: ServiceStatus(state=RunState.ENDED, reason="has ended")
+             for name in ("etcd-0", "agent-1", "dcs-other")}
+    cluster: Any = SimpleNamespace(paths=SimpleNamespace(agent_status=path), cfg=SimpleNamespace(job="j"))
+    assert said_here(cluster) == ""
+    SAID.replace(at=100.0, services=ended).save(path)
+    told = f"host agent {SAID.error}; etcd-0 has ended"
+    for now, said in ((100.0 + SILENT_AFTER_S, told), (101.0 + SILENT_AFTER_S, ""), (10.0, "")):
         monkeypatch.setattr(status_module.time, "time", lambda now=now: now)
-        assert said_here(path) == said
-    assert said_here(path.with_name("none")) == ""
+        assert said_here(cluster) == said, "the wall clock may have been set back, too"
 
 
 def test_no_status_is_expected_from_an_agent_whose_disk_takes_nothing(
