@@ -28,6 +28,7 @@ WRITE_EVERY_S = 5.0
 """The active agent writes its status when it has changed, and so often."""
 SILENT_AFTER_S = 30.0
 """Without a new status for so long the active agent counts as hung."""
+AGENT = "host agent"
 _READ_EVERY_S = 1.0
 _BLOCK_BYTES = 512
 """The unit of ``st_blocks``."""
@@ -47,7 +48,7 @@ class AgentStatus(Record):
     @property
     def waiting(self) -> dict[str, str]:
         """What does not run or work, and why, by name."""
-        own = {"host agent": self.error} if self.error else {}
+        own = {AGENT: self.error} if self.error else {}
         return own | {name: service.reason for name, service in self.services.items() if service.reason}
 
     def save(self, path: Path) -> None:
@@ -78,11 +79,12 @@ class AgentStatus(Record):
 
 def said_here(cluster: Cluster) -> str:
     """What of a cluster, and of its job, does not run on this host and why, as its agent has said lately; "" where it
-    has said nothing."""
+    has said nothing. The services come first: why the agent has no work is often that one of them does not run."""
     status = AgentStatus.load(cluster.paths.agent_status)
     if status is None or abs(time.time() - status.at) > SILENT_AFTER_S:
         return ""
-    return "; ".join(f"{name} {why}" for name, why in _of_job(status, cluster).items())
+    found = sorted(_of_job(status, cluster).items(), key=lambda one: one[0] == AGENT)
+    return "; ".join(f"{name}: {why}" if name == AGENT else f"{name} {why}" for name, why in found)
 
 
 def _of_job(status: AgentStatus, cluster: Cluster) -> dict[str, str]:
@@ -112,7 +114,7 @@ class AgentWatch:
             try:
                 self._waiting = self._read(now)
             except (ElasticRLError, OSError) as e:
-                self._waiting = {"host agent": f"its state cannot be read: {e}"}
+                self._waiting = {AGENT: f"its state cannot be read: {e}"}
         return self._waiting
 
     def _read(self, now: float) -> Mapping[str, str]:
@@ -121,14 +123,14 @@ class AgentWatch:
         if not runs:
             if self._agent.due(now):
                 self._agent = self._start(self._agent, now)
-            return {"host agent": f"has ended and cannot be started: {self._fault}" if self._fault else
+            return {AGENT: f"has ended and cannot be started: {self._fault}" if self._fault else
                     "has ended and is started again"}
         self._fault = ""
         status = AgentStatus.load(self._cluster.paths.agent_status)
         if status is None:
             return {}
         if (silent_s := time.time() - status.at) > SILENT_AFTER_S:
-            return {"host agent": f"has not been heard for {silent_s:.0f} s"}
+            return {AGENT: f"has not been heard for {silent_s:.0f} s"}
         if status.at < self._up_since():
             return {}  # what the agent said while the cluster was being started is no longer true
         return _of_job(status, self._cluster)

@@ -69,7 +69,7 @@ def test_what_was_said_lately_of_the_job_is_told(path: Path, monkeypatch: pytest
     cluster: Any = SimpleNamespace(paths=SimpleNamespace(agent_status=path), cfg=SimpleNamespace(job="j"))
     assert said_here(cluster) == ""
     SAID.replace(at=100.0, services=ended).save(path)
-    told = f"host agent {SAID.error}; etcd-0 has ended"
+    told = f"etcd-0 has ended; host agent: {SAID.error}"
     for now, said in ((100.0 + SILENT_AFTER_S, told), (101.0 + SILENT_AFTER_S, ""), (10.0, "")):
         monkeypatch.setattr(status_module.time, "time", lambda now=now: now)
         assert said_here(cluster) == said, "the wall clock may have been set back, too"
