@@ -13,7 +13,7 @@ from chaos_tests.event_log import FORM, Event, Kind
 from chaos_tests.history import Operation
 from chaos_tests.sim.election import SimulatedEtcd
 from elastic_rl.errors import EtcdUnavailable, LeaseLost
-from elastic_rl.etcd.client import EtcdClient, Page
+from elastic_rl.etcd.client import Changed, ChangedRanges, EtcdClient, Page
 from elastic_rl.etcd.transaction import Compare, KeyValue, Op, TxnResult
 
 
@@ -133,6 +133,16 @@ class SimClient(EtcdClient):
              revision: int = 0) -> Page:
         found = [kv for kv in self.range(prefix)[0] if kv.key > after and (not before or kv.key < before)]
         return Page(found[:limit], self.model.revision, len(found) > limit)
+
+    def changed(self, prefixes: Sequence[str], keys: Sequence[str] = (), *, since: int, limit: int) -> ChangedRanges:
+        self.reach()
+        ranges = list[Changed]()
+        for prefix in prefixes:
+            found = self.model.range(prefix)
+            kvs = [kv for kv in found if kv.mod_revision > since]
+            ranges.append(Changed(kvs[:limit], len(found), len(kvs) > limit))
+        return ChangedRanges(ranges, [kv for key in keys if (kv := self.model.keys.get(key)) is not None],
+                             self.model.revision)
 
     def txn(self, compares: Sequence[Compare], then: Sequence[Op], orelse: Sequence[Op] = ()) -> TxnResult:
         self.reach()

@@ -212,7 +212,7 @@ class Reconciler:
         with self._stage("stragglers"):
             self._stragglers.update(snapshot)
         with self._stage("failure_policy"):
-            self._failures.record_reports((event for event, _ in batch.events), snapshot)
+            self._failures.record_reports(batch.events, snapshot)
             self._failures.act(snapshot)
             self._failures.collect_garbage(snapshot)
         with self._stage("operations"):

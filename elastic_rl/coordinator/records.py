@@ -106,3 +106,5 @@ class FaultLog(Record):
     reason: str = ""
     operation: str = ""
     """Id of the operation that the policy began last; empty once its end was taken into account."""
+    reported_revision: int = 0
+    """Revision of the newest event that was counted as a fault of a trainer group; earlier ones were too."""

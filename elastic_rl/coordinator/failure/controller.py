@@ -7,12 +7,12 @@ All of it is in etcd: a leader that takes over finds what was recorded, what is 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterable
 
 from elastic_rl.config import FailurePolicyConfig
 from elastic_rl.coordinator.failure import policy
 from elastic_rl.coordinator.failure.policy import Fault
+from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.membership.registry import Transition
 from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.problems import Problem
@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 _AGENT_ENDED = {kinds.agent_ended.name: group for group, kinds in event_kinds.TRAINER_GROUP_EVENTS.items()}
 _EVENTS_READ = 100
 """The last events, among which a refusal is looked for when a rank has died."""
-_MAX_COUNTED = 256
 _FAULTS = {Transition.DIED: Fault.DEAD, Transition.HUNG: Fault.HUNG}
 
 
@@ -49,13 +48,14 @@ class FailureController:
     def __init__(self, etcd: EtcdClient, keys: Keys, cfg: FailurePolicyConfig, operations: OperationService,
                  guarded: GuardedWrite) -> None:
         self._etcd, self._keys, self._cfg, self._operations, self._guarded = etcd, keys, cfg, operations, guarded
-        self._counted: deque[str] = deque(maxlen=_MAX_COUNTED)
 
     def record_fault(self, member: LastSeen, change: Transition, snapshot: ClusterSnapshot, writes: WriteSet) -> None:
         """Adds a fault to the log of its target, where the policy counts it or acts on it. The death of a member that
         hung adds none: its hang was recorded, and it was ended for that. Nor does the end of ranks of which one has
-        refused what it was to compute: it would end them again, until what is to blame is dropped."""
-        if change is Transition.DIED and (member.hung_at or self._ended_by_refusal(member)):
+        refused what it was to compute: it would end them again, until what is to blame is dropped. Nor does a fault of
+        a member whose epoch or run is over: the restart would be that of its successor, or of none."""
+        if _is_ended(member, snapshot) or change is Transition.DIED and (
+                member.hung_at or self._ended_by_refusal(member)):
             return
         fault = _FAULTS[change]
         rule = policy.rule_for(member.role, fault)
@@ -86,22 +86,28 @@ class FailureController:
             self._cfg))
         self._guarded(writes.compares, writes.ops)
 
-    def record_reports(self, reported: Iterable[Event], snapshot: ClusterSnapshot) -> None:
+    def record_reports(self, reported: Iterable[tuple[Event, int]], snapshot: ClusterSnapshot) -> None:
         """Adds the ends of a trainer group's agent that the driver reported: one that ends before its ranks have
-        registered is no member's death. Each event counts once for this leader, however often it is read."""
-        for event in reported:
-            if event.kind not in _AGENT_ENDED or event.id in self._counted or snapshot.run_ended:
+        registered is no member's death. ``reported``: events with the revisions at which they were written, the oldest
+        first. Each counts once, whichever leaders read it, and none of an earlier epoch: that group is gone."""
+        for event, written_at in reported:
+            if event.kind not in _AGENT_ENDED or snapshot.run_ended:
                 continue
             group = _AGENT_ENDED[event.kind]
             known, revision = self._read(group, snapshot)
+            if written_at <= max(known.reported_revision, snapshot.revision(self._keys.epoch())):
+                continue
             writes, rule = WriteSet(), policy.rule_for(group, Fault.DEAD)
             writes.put(self._keys.fault(group), revision, policy.record_fault(
-                known, rule, event.message, snapshot.leader_time, policy.progress_of(snapshot.status), self._cfg))
-            if self._guarded(writes.compares, writes.ops):
-                self._counted.append(event.id)
+                known, rule, event.message, snapshot.leader_time, policy.progress_of(snapshot.status),
+                self._cfg).replace(reported_revision=written_at))
+            self._guarded(writes.compares, writes.ops)
 
     def act(self, snapshot: ClusterSnapshot) -> None:
-        """Takes the actions that are due. Raises Fenced and EtcdUnavailable; then the next pass takes them."""
+        """Takes the actions that are due; none of a run that is over. Raises Fenced and EtcdUnavailable; then the next
+        pass takes them."""
+        if snapshot.run_ended:
+            return
         progress = policy.progress_of(snapshot.status)
         for target, found in snapshot.faults.items():
             known = _in_this_epoch(found, snapshot)
@@ -118,14 +124,15 @@ class FailureController:
                     self._stop(known, snapshot)
 
     def collect_garbage(self, snapshot: ClusterSnapshot) -> None:
-        """Deletes the fault logs and restart requests of engines that are gone, which nothing else would."""
+        """Deletes the fault logs and restart requests of engines that are gone, and all fault logs of a run that is
+        over, which nothing else would: one that is resumed begins without faults."""
         running = {op.target for op in snapshot.operations.values() if not op.state.ended}
-        for target in {*snapshot.faults, *snapshot.restarts}:
+        for target in sorted({*snapshot.faults, *snapshot.restarts}):
             known = _in_this_epoch(snapshot.faults.get(target) or FaultLog(target=target), snapshot)
-            if (not target.startswith(engine_target("")) or name_of(target) in snapshot.engines or target in running
-                    or known.operation):
-                continue
-            for key in (self._keys.fault(target), self._keys.restart(target)):
+            is_gone = (target.startswith(engine_target("")) and name_of(target) not in snapshot.engines
+                       and target not in running and not known.operation)
+            keys = [self._keys.fault(target)] if is_gone or snapshot.run_ended else []
+            for key in [*keys, self._keys.restart(target)] if is_gone else keys:
                 if snapshot.revision(key):
                     self._guarded([snapshot.unchanged(key)], [Op.delete(key)])
 
@@ -153,13 +160,15 @@ class FailureController:
                 log.warning("%s not restarted: %s", target, e)
 
     def _global_restart(self, known: FaultLog, snapshot: ClusterSnapshot) -> None:
-        writes = self._update(snapshot, policy.cleared(known))
-        after = policy.record_restart(snapshot.faults.get(JOB, FaultLog(target=JOB)), snapshot.leader_time,
-                                      snapshot.status, self._cfg)
-        writes.merge(self._update(snapshot, after))
+        job = snapshot.faults.get(JOB, FaultLog(target=JOB)).replace(reason=known.reason)
+        if job.pending is RecoveryAction.STOP:
+            return  # it stays pending: the run may get further before it is ended
+        after = policy.record_restart(job, snapshot.leader_time, snapshot.status, self._cfg)
         if after.pending is RecoveryAction.STOP:  # one more restart would not help either
-            self._guarded(writes.compares, writes.ops)
+            self._store(snapshot, after)
             return
+        writes = self._update(snapshot, policy.cleared(known))
+        writes.merge(self._update(snapshot, after))
         writes.add(events.put_op(self._keys, events.build(
             event_kinds.RUN_GLOBAL_RESTART, self._keys.job, f"global restart: {known.reason}",
             severity=Severity.ERROR, by=FAILURE_POLICY)))
@@ -176,8 +185,7 @@ class FailureController:
         message = (f"crash loop: {counted(len(known.occurrences), 'restart')} without progress at {at}; the last: "
                    f"{known.reason}. Everything is kept; see `elastic-rl events`, fix the cause, and train again")
         writes = self._update(snapshot, policy.cleared(known).replace(occurrences=[]))
-        guard, end = fencing.next_epoch(self._keys, fencing.current_epoch(self._etcd, self._keys), holder="crash loop")
-        writes.require(guard)
+        _, end = fencing.next_epoch(self._keys, snapshot.epoch, holder="crash loop")
         key = self._keys.job_status()
         writes.put(key, snapshot.revision(key), ended(status, "failed", message, snapshot.now))
         writes.add(end, events.put_op(self._keys, events.build(
@@ -198,7 +206,10 @@ class FailureController:
         self._guarded(writes.compares, writes.ops)
 
     def _update(self, snapshot: ClusterSnapshot, record: FaultLog) -> WriteSet:
+        """A log, and what was decided by it: of no epoch but that of the snapshot. Who has ended that meanwhile, as a
+        global restart that the operator asked for does, has all parts replaced, whatever was pending of them."""
         writes, key = WriteSet(), self._keys.fault(record.target)
+        writes.require(fencing.epoch_guard(self._keys, snapshot.epoch))
         writes.put(key, snapshot.revision(key), record)
         return writes
 
@@ -208,7 +219,12 @@ def _needs_restart(target: str, snapshot: ClusterSnapshot) -> bool:
     engine = snapshot.engines.get(name_of(target)) if target.startswith(engine_target("")) else None
     return (engine is not None and engine.is_behind) or any(
         member.hung_at and not member.dead and policy.target_of(member.role, member.id) == target
-        for member in snapshot.registry.values())
+        and not _is_ended(member, snapshot) for member in snapshot.registry.values())
+
+
+def _is_ended(member: LastSeen, snapshot: ClusterSnapshot) -> bool:
+    return registry.end_expected(member, epoch=snapshot.epoch, run_over=snapshot.run_ended,
+                                 ended_epoch=snapshot.ended_epoch)
 
 
 def _in_this_epoch(log: FaultLog, snapshot: ClusterSnapshot) -> FaultLog:

@@ -145,7 +145,7 @@ def record_fault(log: FaultLog, rule: FailureRule, reason: str, now: float, prog
     without one."""
     seen = log.occurrences
     if seen and _has_stepped(seen, progress):
-        seen, log = [], cleared(log)
+        seen, log = [], _after_step(log, now)
     if seen and now - seen[-1].at >= cfg.fault_window_s:
         seen = []
     together = bool(seen) and now - seen[-1].at < cfg.fault_merge_s
@@ -156,6 +156,13 @@ def record_fault(log: FaultLog, rule: FailureRule, reason: str, now: float, prog
         reason = f"{counted(len(seen), 'fault')} of {log.target} without a step in between; the last: {reason}"
         return _request(log, RecoveryAction.GLOBAL_RESTART, reason, now, cfg)
     return _request(log, rule.action, reason, now, cfg)
+
+
+def _after_step(log: FaultLog, now: float) -> FaultLog:
+    """The log once the run has made a step: of what was pending, the restart is left of a member that still hangs."""
+    if log.pending is RecoveryAction.NONE:
+        return log
+    return log.replace(pending=RecoveryAction.RESTART, due_at=min(log.due_at, now))
 
 
 def record_restart(log: FaultLog, now: float, job: JobStatus | None, cfg: FailurePolicyConfig) -> FaultLog:
@@ -171,7 +178,7 @@ def in_a_row(before: Sequence[FaultOccurrence], now: float, job: JobStatus | Non
     of them found the run as far. Restarts that are hours apart are no loop, however long a step takes."""
     window_s = max(cfg.crash_loop_window_s, cfg.crash_loop_steps * (job.step_s if job is not None else 0.0))
     restart = FaultOccurrence(at=now, progress=progress_of(job))
-    if not before or now - before[-1].at > window_s or restart.progress > max(o.progress for o in before):
+    if not before or now - before[-1].at > window_s or _has_progressed(before, restart.progress):
         return [restart]
     return [*before, restart]
 
@@ -180,6 +187,11 @@ def _has_stepped(before: Iterable[FaultOccurrence], progress: int) -> bool:
     """Whether the run has made a step since. Groups and parts of a step are no progress of the part that fails: engines
     go on without a trainer, and steps without one replica of a role."""
     return progress // _PIECES > max(o.progress for o in before) // _PIECES
+
+
+def _has_progressed(before: Iterable[FaultOccurrence], progress: int) -> bool:
+    """Whether the run has got further since, be it by a piece of a step."""
+    return progress > max(o.progress for o in before)
 
 
 def is_crash_loop(in_a_row: Sequence[FaultOccurrence], cfg: FailurePolicyConfig) -> bool:
@@ -220,10 +232,16 @@ def cleared(log: FaultLog) -> FaultLog:
 
 def due(log: FaultLog, now: float, progress: int) -> RecoveryAction:
     """The action that is due now about a target. A global restart that faults have led to is none any more once the
-    run has made a step since."""
-    if log.pending is RecoveryAction.GLOBAL_RESTART and log.occurrences and _has_stepped(log.occurrences, progress):
+    run has made a step since, and the end of a crash loop is none once the run has got any further. What may be left is
+    a member that hangs, which is restarted as after a single fault."""
+    if now < log.due_at:
         return RecoveryAction.NONE
-    return log.pending if now >= log.due_at else RecoveryAction.NONE
+    match log.pending:
+        case RecoveryAction.GLOBAL_RESTART if log.occurrences and _has_stepped(log.occurrences, progress):
+            return RecoveryAction.RESTART
+        case RecoveryAction.STOP if _has_progressed(log.occurrences, progress):
+            return RecoveryAction.RESTART
+    return log.pending
 
 
 def _request(log: FaultLog, action: RecoveryAction, reason: str, now: float, cfg: FailurePolicyConfig) -> FaultLog:

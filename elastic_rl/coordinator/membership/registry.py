@@ -159,7 +159,7 @@ def compare(registry: Mapping[tuple[str, str], LastSeen], live: Mapping[tuple[st
     for name, entry in registry.items():
         if name in live:
             continue
-        if _end_expected(entry, epoch=epoch, run_over=run_over, ended_epoch=ended_epoch):
+        if end_expected(entry, epoch=epoch, run_over=run_over, ended_epoch=ended_epoch):
             changes.append(MemberChange(Transition.FORGOTTEN, entry))
         elif entry.dead and peers.replace(entry, coordinators):
             changes.append(MemberChange(Transition.REPLACED, entry))
@@ -178,7 +178,8 @@ def _seen(now: float, m: LiveMember) -> LastSeen:
                     machine=m.machine, first_seen=now, registered_revision=m.create_revision)
 
 
-def _end_expected(entry: LastSeen, *, epoch: int, run_over: bool, ended_epoch: int) -> bool:
+def end_expected(entry: LastSeen, *, epoch: int, run_over: bool, ended_epoch: int) -> bool:
+    """Whether a member is ended on purpose, since its epoch or its run is over. See ``compare`` for the arguments."""
     if entry.role in DURABLE:
         return False
     # The end of a driver may be why the next one has begun a new epoch, so its death counts. A global restart on

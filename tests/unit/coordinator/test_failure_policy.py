@@ -89,9 +89,9 @@ def test_global_restart_is_not_carried_out_once_the_run_has_made_a_step() -> Non
     log = after(TRAINER_DEAD, [0, 10, 20, 30], progress=steps(0))
     assert policy.due(log, 99.0, steps(0)) is RecoveryAction.GLOBAL_RESTART
     assert policy.due(log, 99.0, steps(0, pieces=9)) is RecoveryAction.GLOBAL_RESTART
-    assert policy.due(log, 99.0, steps(1)) is RecoveryAction.NONE
+    assert policy.due(log, 99.0, steps(1)) is RecoveryAction.RESTART, "of a member that hangs, if there is one"
     again = after(TRAINER_DEAD, [40.0], progress=steps(1), log=log)
-    assert (len(again.occurrences), again.pending) == (1, RecoveryAction.NONE), "it has begun a new row"
+    assert (len(again.occurrences), again.pending) == (1, RecoveryAction.RESTART), "it has begun a new row"
     stuck = policy.restart_failed(FaultLog(target="trainer"), "e", 60.0, CFG, carried_out=False)
     assert policy.due(stuck, 60.0, steps(1)) is RecoveryAction.GLOBAL_RESTART, "no fault has led to it"
 
@@ -205,6 +205,19 @@ def test_restarts_count_as_a_loop_while_they_are_closer_together_than_some_usual
         ends = policy.in_a_row(ends, n * apart_s, job, cfg)
     assert (log.pending is RecoveryAction.STOP) == stops
     assert (policy.after_driver_ended(ends, cfg) is RecoveryAction.STOP) == stops
+
+
+def test_step_and_another_fault_do_not_end_the_restart_of_what_hangs() -> None:
+    log = after(DRIVER_DEAD, [30.0], progress=steps(1), log=after(DRIVER_HUNG, [0.0, 20.0]))
+    assert (len(log.occurrences), log.pending, log.due_at) == (1, RecoveryAction.RESTART, 0.0)
+
+
+def test_crash_loop_ends_no_run_that_has_got_further_meanwhile() -> None:
+    log = FaultLog(target=JOB)
+    for n in range(3):
+        log = policy.record_restart(log, n * 50.0, rl(7), CFG)
+    assert policy.due(log, 100.0, policy.progress_of(rl(7))) is RecoveryAction.STOP
+    assert policy.due(log, 900.0, policy.progress_of(rl(7, pieces=1))) is not RecoveryAction.STOP
 
 
 def test_one_restart_long_after_the_others_begins_a_new_row() -> None:
