@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
 from chaos_tests.sim import alerts, cluster, election, flow, pipeline
+from chaos_tests.sim import failures as failure_world
 from chaos_tests.sim.flow import ASYNC_LIMITS, AsyncWorld
 from chaos_tests.sim.pipeline import LIMITS, PLAN, World
 from chaos_tests.sim.violation import RuleViolated
@@ -99,6 +100,8 @@ WORLDS: Mapping[str, SimWorld] = {
                         function_of("engines", "run"), frozenset({
                             "requests", "kill", "stop", "move", "restart", "ray", "engine", "head", "scale",
                             "go on"})),
+    "failures": SimWorld("the failure policy: parts die and hang, restarts fail, leaders die in each write",
+                         failure_world.run, failure_world.KINDS),
 }
 
 
