@@ -51,9 +51,11 @@ class SimulatedEtcd:
         return lease in self.leases
 
     def revoke(self, lease: int) -> None:
+        """Its keys go in one revision, as with etcd."""
         if self.leases.pop(lease, None) is not None:
-            for key in [k for k, kv in self.keys.items() if kv.lease == lease]:
-                self.revision += 1
+            keys = [k for k, kv in self.keys.items() if kv.lease == lease]
+            self.revision += bool(keys)
+            for key in keys:
                 del self.keys[key]
 
     def range(self, prefix: str) -> list[KeyValue]:
@@ -63,7 +65,7 @@ class SimulatedEtcd:
         """Puts and deletes if the conditions hold and the leases exist: the revision; 0 if they do not."""
         if not all(self._holds(c) for c in compares) or any(op.lease and op.lease not in self.leases for op in ops):
             return 0
-        self.revision += 1
+        self.revision += any(op.kind == "put" or op.key in self.keys for op in ops)
         for op in ops:
             old = self.keys.pop(op.key, None)
             if op.kind == "put":

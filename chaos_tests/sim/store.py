@@ -68,10 +68,10 @@ class ObservedEtcd(SimulatedEtcd):
         return revision
 
     def revoke(self, lease: int) -> None:
-        keys, first = [key for key, kv in self.keys.items() if kv.lease == lease], self.revision + 1
+        keys = [key for key, kv in self.keys.items() if kv.lease == lease]
         super().revoke(lease)
-        for number, key in enumerate(key for key in keys if key not in self.keys):
-            self._log.change(key, None, first + number)
+        for key in (key for key in keys if key not in self.keys):
+            self._log.change(key, None, self.revision)
 
 
 @dataclass
