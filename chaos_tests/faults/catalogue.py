@@ -121,6 +121,8 @@ class Entry:
     """Whether it is of a host or of its network: the end of one may end a part of another one."""
     alone: bool = False
     """Whether no other fault may happen at once: many faults are detected by the times of events, which it changes."""
+    restarts_all: bool = False
+    """Whether the run may rebuild its whole compute plane for it alone."""
     recovers_without_step: bool = False
     """Whether the run may have recovered from it before the next step: nothing that runs needs the part."""
 
@@ -172,13 +174,14 @@ _OF_MEMBERS = frozenset({Part.ENGINES, Part.TRAINER, Part.ROLES, Part.DRIVER})
 
 def _struck(part: str, way: Way, strikes: Part, what: str, *, weight: float = 0.5,
             state: states.VictimState | None = None, needs: Set[Need] = frozenset(), takes_all: bool = False,
-            also: Set[Part] = frozenset(), repaired_unseen: bool = False) -> Entry:
+            also: Set[Part] = frozenset(), repaired_unseen: bool = False, restarts_all: bool = False) -> Entry:
     seconds = 0.0 if way.ends else _BEYOND_LEASE_S
     traced = {Need.CLOCK} if way in _CLOCKS else {Need.PTRACE} if way in (Way.EXITED, Way.GIL_HELD) else set()
     loses = PROCESS_KINDS[part].component if way.ends and strikes in _OF_MEMBERS else ""
     return Entry(lambda c: Struck(c, part, way, state=state, seconds=seconds), strikes, what, weight, takes_all,
                  needs=frozenset({*needs, *traced}), also=frozenset(also), repaired_unseen=repaired_unseen,
-                 takes_replica=way not in _CLOCKS, alone=way in _CLOCKS, loses=loses)
+                 takes_replica=way not in _CLOCKS, alone=way in _CLOCKS, loses=loses,
+                 restarts_all=restarts_all)
 
 
 _PARTS_LOST: Mapping[str, Entry] = {
@@ -237,10 +240,12 @@ _OTHERS: Mapping[str, Entry] = {
     "driver_paused": _struck("driver", Way.PAUSED, Part.DRIVER,
                              "SIGSTOP of the driver: its run kills it, and the next one takes over"),
     "run_killed": _struck("run", Way.KILLED, Part.RUN, "kill -9 of the process of the run, with which its driver ends",
-                          needs={Need.OUTSIDE}, also={Part.DRIVER}, repaired_unseen=True),
+                          needs={Need.OUTSIDE}, also={Part.DRIVER}, repaired_unseen=True,
+                          restarts_all=True),
     "router_exited": _struck("router", Way.EXITED, Part.ROUTER, "the router exits with code 0"),
     "router_paused": _struck("router", Way.PAUSED, Part.ROUTER, "SIGSTOP of the router, and SIGCONT"),
-    "gcs_killed": _struck("gcs", Way.KILLED, Part.RAY, "kill -9 of the GCS of Ray's head", repaired_unseen=True),
+    "gcs_killed": _struck("gcs", Way.KILLED, Part.RAY, "kill -9 of the GCS of Ray's head", repaired_unseen=True,
+                          restarts_all=True),
     "raylet_killed": _struck("raylet", Way.KILLED, Part.RAY, "kill -9 of the raylet of Ray's worker",
                              also={Part.ENGINES, Part.TRAINER, Part.ROLES, Part.DRIVER}),
     "coordinator_terminated": _struck("coordinator", Way.TERMINATED, Part.COORDINATORS,
@@ -334,7 +339,8 @@ _ON_A_HOST = frozenset({Part.COORDINATORS, Part.ETCD, Part.DCS, Part.DRIVER, Par
 def _of_hosts(victim: Victim, make: Callable[[HostsContext, Victim], HostFault], what: str, weight: float = 1.0, *,
               part: Part = Part.HOSTS, also: Set[Part] = _ON_A_HOST, slows: bool = False) -> Entry:
     return Entry(lambda c: make(cast(HostsContext, c), victim), part, what, weight, needs=frozenset({Need.TEST_HOSTS}),
-                 also=frozenset(also - {part}), slows=slows, victims=frozenset({victim}), of_network=part is Part.HOSTS)
+                 also=frozenset(also - {part}), slows=slows, victims=frozenset({victim}), of_network=part is Part.HOSTS,
+                 restarts_all=part is Part.HOSTS and not slows)
 
 
 _OF_HOSTS: Mapping[str, Entry] = {

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from chaos_tests.event_log import Event
 from chaos_tests.faults.catalogue import FAULTS, Part
 from elastic_rl.config.groups import TRAINER_GROUPS
+from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import Severity
 from elastic_rl.faults.context import ENDED_BY_SIGTERM, EXITED_WITH_0, SENT_SIGKILL
 
@@ -25,12 +28,32 @@ _ENDED = (SENT_SIGKILL, ENDED_BY_SIGTERM, EXITED_WITH_0)
 NOT_OF_FAULTS = ("eval.", "responses.", "reward.", "generate.", "filter.", "train.", "job.", "alerts.", "operation.",
                   "restart.requested", "pool.scaling", "samples.")
 """Begins of the kinds of alerts that are about what is trained, or what an operator asked for."""
-_CONSEQUENCES = ("compute.", "dcs.under_replicated", "durable.", "engine.cannot_fetch", "engine.lagging",
-                 "leader.absent", "pool.short", "reconcile.failing", "record.unreadable", "run.global_restart",
-                 "run.waiting", "staleness.exceeded")
-"""Begins of the kinds of alerts that tell how a fault goes on, which any fault may have where it lasts."""
-_MOST_CONSEQUENCES = 4
-"""Alerts of ``_CONSEQUENCES`` that one fault may have in all."""
+_GLOBAL_RESTART = event_kinds.RUN_GLOBAL_RESTART.name
+_COMPUTE = frozenset({Part.ENGINES, Part.TRAINER, Part.ROLES, Part.DRIVER, Part.ROUTER, Part.RUN, Part.RAY, Part.HOSTS,
+                      Part.ETCD})
+"""What the driver keeps running, and what it runs on; without etcd a host ends its driver."""
+_CONSEQUENCES: Mapping[str, frozenset[Part]] = {
+    "compute.": _COMPUTE, "dcs.under_replicated": frozenset({Part.DCS, Part.HOSTS, Part.ETCD}),
+    "durable.": frozenset({Part.DCS, Part.HOSTS, Part.ETCD}),
+    "engine.cannot_fetch": frozenset({Part.ENGINES, Part.DCS, Part.HOSTS, Part.ETCD}),
+    # How old a version is says the clock of its publisher or of the leader; the driver and Ray start engines.
+    "engine.lagging": frozenset({Part.ENGINES, Part.DCS, Part.TRAINER, Part.COORDINATORS, Part.DRIVER, Part.RUN,
+                                 Part.RAY, Part.HOSTS, Part.ETCD}),
+    "leader.absent": frozenset({Part.COORDINATORS, Part.HOSTS, Part.ETCD}),
+    # An engine that starts loads from DCS nodes; a leader whose clock is ahead finds that it takes too long.
+    "pool.short": frozenset({Part.ENGINES, Part.DCS, Part.COORDINATORS, Part.DRIVER, Part.RUN, Part.RAY, Part.HOSTS,
+                             Part.ETCD}),
+    "reconcile.failing": frozenset({Part.COORDINATORS, Part.HOSTS, Part.ETCD}),
+    "record.unreadable": frozenset({Part.ETCD}),
+    "run.waiting": _COMPUTE | {Part.DCS},
+    "staleness.exceeded": _COMPUTE | {Part.DCS}}
+"""Begins of the kinds of alerts that tell how a fault goes on → the parts whose faults may go on so. A global restart
+is none of them (``may_restart_all``)."""
+_SEVERAL: Mapping[tuple[str, str], int] = {("foreign_records", "record.unreadable"): 3}
+"""(Fault, kind of alert): how many of a kind of consequence it may have, where it is not one: of the records of other
+releases three are no records to this one, and each is an alert."""
+_IN_A_ROW = frozenset({Part.TRAINER, Part.ROLES, Part.DRIVER})
+"""Parts whose faults without a step in between lead to a global restart (``coordinator.failure.policy``)."""
 _FOUND_S = 10.0
 """An alert that opens so long after a fault may be about it and the fault before it: both are found with it."""
 _PARTS: Mapping[str, frozenset[Part]] = {
@@ -41,6 +64,8 @@ _PARTS: Mapping[str, frozenset[Part]] = {
     "router": frozenset({Part.ROUTER, Part.DRIVER}), "etcd": frozenset({Part.ETCD}), "compute": frozenset({Part.RAY}),
     "host": frozenset({Part.HOSTS}), "queue": frozenset({Part.ROLES})}
 """Component of an alert's kind → the parts whose loss gives it; a component that is not here is a role."""
+SENDERS = frozenset({Part.COORDINATORS, Part.ETCD, Part.HOSTS})
+"""Parts without which no alert resolves, and a notice is not sent, or not recorded as sent."""
 _KNOWN = frozenset(part.value for part in Part)
 _OF_EACH_HOST = frozenset({Part.COORDINATORS, Part.DCS, Part.HOSTS})
 """Parts that each host has, and that go on where another host is lost. The target of a fault of a host names its own;
@@ -100,19 +125,58 @@ def _of_record(fault: Event, name: str) -> Sequence[Part]:
 
 def explains(fault: Event, event: Event) -> bool:
     """Whether a fault may be the reason for an event of the product: it is seen in its part, or names its subject; or
-    the event says how a fault goes on, of any that takes something away. Of what each host has, the fault of one host
-    is the reason where it names it."""
+    the event says how a fault of such a part goes on. Of what each host has, the fault of one host is the reason where
+    it names it. A global restart has other reasons, too (``may_restart_all``)."""
+    kind = str(event["name"])
     if not (seen := seen_in(fault)):
         return False
-    if str(event["name"]).startswith(_CONSEQUENCES) or names(fault, str(event["subject"])):
+    if kind == _GLOBAL_RESTART:
+        return _restarts_all(fault)
+    if names(fault, str(event["subject"])) or (causes := _causes(kind)) & _reached(fault):
         return True
-    of = parts(str(event["name"]))
+    if causes:
+        return False
+    of = parts(kind)
     return bool(of & seen) and not (Part.HOSTS in struck(fault)[:1] and of <= _OF_EACH_HOST)
+
+
+def _causes(kind: str) -> frozenset[Part]:
+    """The parts whose faults may go on with an alert of a kind; none: it does not tell how a fault goes on."""
+    return next((causes for begin, causes in _CONSEQUENCES.items() if kind.startswith(begin)), frozenset())
+
+
+def _reached(fault: Event) -> frozenset[Part]:
+    """The parts that a fault strikes or takes with it; of a fault that nobody knows, any."""
+    return frozenset(struck(fault)) | seen_in(fault) or frozenset(Part)
+
+
+def _restarts_all(fault: Event) -> bool:
+    """Whether the whole compute plane may be rebuilt for a fault alone; of one that is not in the catalogue, it may."""
+    entry = FAULTS.get(str(fault["name"]))
+    return entry is None or entry.restarts_all
+
+
+def may_restart_all(faults: Iterable[Event], steps: Sequence[float]) -> bool:
+    """Whether these faults may be the reason for a global restart: one of them alone, or several of one part without a
+    step in between. What the driver ends counts with any part: it does not carry out the restart of that part then.
+    ``steps``: when each was done, in their order."""
+    of = sorted(faults, key=began)
+    if any(_restarts_all(fault) or victims(fault) > 1 and struck(fault)[0] is Part.DRIVER for fault in of):
+        return True
+    for part in _IN_A_ROW:
+        of_part = [began(fault) for fault in of if not {part, Part.DRIVER}.isdisjoint(struck(fault))]
+        if any(bisect_left(steps, one) == bisect_left(steps, next_) for one, next_ in pairwise(of_part)):
+            return True
+    return False
 
 
 def names(fault: Event, subject: str) -> bool:
     """Whether the target of a fault has the subject as a word."""
-    return bool(subject) and subject in re.split(r"[\s,()/]+", str(fault.get("target")))
+    return bool(subject) and subject in _words(fault)
+
+
+def _words(fault: Event) -> Sequence[str]:
+    return re.split(r"[\s,()/]+", str(fault.get("target")))
 
 
 @dataclass
@@ -130,8 +194,8 @@ class _Account:
     """The role whose member it ends, of the roles of a job; "": any, or none."""
     others: set[tuple[str, str]] = field(default_factory=set)
     """Components, with the subject, that had their alert."""
-    consequences: set[tuple[str, str]] = field(default_factory=set)
-    """(kind, subject) of those that it has given."""
+    consequences: Counter[str] = field(default_factory=Counter)
+    """Kinds of those that it has given."""
 
     @classmethod
     def of(cls, fault: Event) -> _Account:
@@ -146,13 +210,15 @@ class _Account:
         """Whether an alert of a kind is about the part that it is a fault of."""
         return bool(parts(kind) & self.main) and self.role in ("", kind.partition(".")[0])
 
-    def takes(self, alert: Event) -> bool:
-        """Accounts for an alert, if it may."""
+    def takes(self, alert: Event, restarted_all: bool) -> bool:
+        """Accounts for an alert, if it may. ``restarted_all``: whether the faults of then may be the reason for a
+        global restart."""
         kind, subject = str(alert["kind"]), str(alert["subject"])
-        if kind.startswith(_CONSEQUENCES):
-            fits = len(self.consequences) < _MOST_CONSEQUENCES and (kind, subject) not in self.consequences
-            if fits:
-                self.consequences.add((kind, subject))
+        if kind == _GLOBAL_RESTART or (causes := _causes(kind)):
+            fits = (restarted_all and (_restarts_all(self.fault) or not _IN_A_ROW.isdisjoint(struck(self.fault)))
+                    if kind == _GLOBAL_RESTART else bool(causes & _reached(self.fault)))
+            fits = fits and self.consequences[kind] < _SEVERAL.get((str(self.fault["name"]), kind), 1)
+            self.consequences[kind] += fits
             return fits
         of, one = parts(kind), (kind.partition(".")[0], subject)
         is_main = self.is_main(kind)
@@ -181,10 +247,11 @@ class Attribution:
     """Faults that ended a process, and of which no alert told: none was given, and none about such a part was open."""
 
 
-def attributed(alerts: Iterable[Event], faults: Iterable[Event]) -> Attribution:
-    """``alerts``: the records of those that fired; ``faults``: those that happened. Of the faults that may account for
-    an alert it is one that names its subject, or one of just this part, or one that has to give an alert, or the one
-    whose time is over first, so that the others are left for later alerts."""
+def attributed(alerts: Iterable[Event], faults: Iterable[Event], steps: Sequence[float] = ()) -> Attribution:
+    """``alerts``: the records of those that fired; ``faults``: those that happened; ``steps``: when each was done, in
+    their order. Of the faults that may account for an alert it is one that names its subject, or one of just this part,
+    or one that has to give an alert, or the one whose time is over first, so that the others are left for later
+    alerts."""
     accounts = [_Account.of(fault) for fault in faults]
     pairs, left_over = list[tuple[Event, Event]](), list[Event]()
     alerts = sorted(alerts, key=lambda alert: float(alert["since"]))
@@ -197,20 +264,86 @@ def attributed(alerts: Iterable[Event], faults: Iterable[Event]) -> Attribution:
         found = sorted(now, key=lambda account: (
             not names(account.fault, str(alert["subject"])), not account.is_main(str(alert["kind"])),
             not gives_alert(account.fault), ended(account.fault)))
-        account = next((account for account in found if account.takes(alert)), None)
+        restarted = alert["kind"] == _GLOBAL_RESTART and may_restart_all((one.fault for one in now), steps)
+        account = next((account for account in found if account.takes(alert, restarted)), None)
         if account is None:
             left_over.append(alert)
         else:
             pairs.append((alert, account.fault))
     told = {id(fault) for _, fault in pairs}
-    untold = [account.fault for account in accounts if id(account.fault) not in told and gives_alert(account.fault)
-              and not any(_was_open(alert, account) for alert in alerts)]
-    return Attribution(pairs, left_over, untold)
+    silent = [account for account in accounts if id(account.fault) not in told and gives_alert(account.fault)]
+    return Attribution(pairs, left_over, _untold(silent, pairs, left_over))
 
 
-def _was_open(alert: Event, account: _Account) -> bool:
-    """Whether an alert about a part that a fault struck was open when it was struck: signs of one part that does not
-    work are one alert."""
-    over = float(alert.get("resolved_at") or math.inf)
-    return (account.is_main(str(alert["kind"]))
-            and float(alert["since"]) <= began(account.fault) + _FOUND_S and over >= began(account.fault))
+def _untold(silent: Iterable[_Account], pairs: Iterable[tuple[Event, Event]], left_over: Iterable[Event]
+            ) -> list[Event]:
+    """The faults without an alert about whose part none was open either when they struck: signs of one part that does
+    not work are one alert. It is such a sign while what it is attributed to is under way, or was over a little before:
+    an alert that stays open for good tells of nothing."""
+    last = [(alert, ended(fault) + AFTER_S) for alert, fault in pairs]
+    last += [(alert, float(alert["since"]) + AFTER_S) for alert in left_over]
+    last.sort(key=lambda one: float(one[0]["since"]))
+    untold, open_, at = list[Event](), list[tuple[Event, float]](), 0
+    for account in sorted(silent, key=lambda account: began(account.fault)):
+        struck_at = began(account.fault)
+        while at < len(last) and float(last[at][0]["since"]) <= struck_at + _FOUND_S:
+            open_.append(last[at])
+            at += 1
+        open_ = [(alert, until) for alert, until in open_  # no later fault is told of by the others
+                 if min(until, float(alert.get("resolved_at") or math.inf)) >= struck_at]
+        tells = [account.is_main(str(alert["kind"])) for alert, _ in open_]
+        if not any(tells):
+            untold.append(account.fault)
+        open_ = [(alert, max(until, ended(account.fault) + AFTER_S) if told else until)
+                 for (alert, until), told in zip(open_, tells, strict=True)]
+    return untold
+
+
+class Windows:
+    """Faults by their times. A look costs as much as is under way then, however long the run was."""
+
+    def __init__(self, faults: Iterable[Event]) -> None:
+        of = sorted(faults, key=began)
+        self._lasting = [fault for fault in of if ended(fault) == math.inf]
+        self._over = [fault for fault in of if ended(fault) < math.inf]
+        self._begins, self._ends = sorted(map(began, of)), sorted(map(ended, of))
+        self._begins_of_over = [*map(began, self._over)]
+        self._over_until = [*accumulate(map(ended, self._over), max)]
+
+    def count(self, since: float, until: float) -> int:
+        """How many were under way at any time between these two."""
+        return bisect_right(self._begins, until) - bisect_left(self._ends, since)
+
+    def between(self, since: float, until: float) -> Iterator[Event]:
+        """Those that were under way at any time between these two: those that have ended by their begin, then the
+        others."""
+        first = bisect_left(self._over_until, since)
+        for fault in self._over[first:bisect_right(self._begins_of_over, until)]:
+            if ended(fault) >= since:
+                yield fault
+        for fault in self._lasting:
+            if began(fault) <= until:
+                yield fault
+
+
+RESOLVED_S = 180.0
+"""An alert resolves so long after the recovery of its fault at most: its last report may come ``AFTER_S`` after that,
+one whose end nothing announces is over another minute later (``coordinator.alerts.rules.QUIET_S``), and a leader may
+have to be elected first."""
+
+
+def resolves_by(alert: Event, fired_at: float, fault: Event, faults: Windows) -> float:
+    """When an alert has to be resolved that a fault accounts for. A fault that may have the same alert keeps it open,
+    so it is due once there was none for ``RESOLVED_S``. And without a leader nothing resolves."""
+    event = {"name": alert["kind"], "subject": alert["subject"]}
+    since = looked_until = max(ended(fault), fired_at)
+    until = since + RESOLVED_S
+    while looked_until < until < math.inf:
+        further, looked_until = [*faults.between(since, until)], until
+        for other in further:
+            if explains(other, event):
+                until = max(until, ended(other) + RESOLVED_S)
+            elif not SENDERS.isdisjoint(struck(other)):
+                until = max(until, ended(other) + AFTER_S)
+        since = looked_until  # those that were under way before have been looked at
+    return until

@@ -6,23 +6,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.faults.catalogue import Part
 from chaos_tests.validate.attribution import (
     AFTER_S,
     NOT_OF_FAULTS,
+    RESOLVED_S,
+    SENDERS,
+    Windows,
     attributed,
     began,
     ended,
     explains,
     is_of_fault,
+    resolves_by,
     seen_in,
     struck,
-    under_way,
     victims,
 )
 from chaos_tests.validate.replay import Transaction, below, is_job
@@ -31,6 +33,7 @@ from chaos_tests.validate.training import COMPARED_SHARE, may_be_lost, same_weig
 from chaos_tests.validate.verdict import OWN_TARGETS, RULES, RUN, Checker
 from elastic_rl.coordinator.alerts.state_machine import Phase
 from elastic_rl.etcd import event_kinds
+from elastic_rl.etcd.job_records import ENDED_PHASES
 from elastic_rl.etcd.keys import Keys
 
 FLOOR_STEPS = 2
@@ -45,8 +48,6 @@ _NOTICE_S = 60.0
 _FIRST_S = 5.0
 """Longest from an alert's begin to its first notice: one that fires later before the end of a log may have none."""
 _STATUS, _ALERTS = below(Keys("j").job_status()), below(Keys("j").alerts_prefix())
-_SENDERS = frozenset({Part.COORDINATORS, Part.ETCD, Part.HOSTS})
-"""Parts without which a notice is not sent, or not recorded as sent."""
 
 
 def happened(fault: Event) -> bool:
@@ -322,7 +323,7 @@ class Alerts(FaultChecker):
     """Each fault gives one alert, which ends with it, and receivers get the begin and the end of each alert once."""
 
     rule = "I9"
-    reads = frozenset({Kind.FAULT, Kind.NOTIFICATION})
+    reads = frozenset({Kind.FAULT, Kind.NOTIFICATION, Kind.STEP, Kind.STOP})
     keys = ("",)
     lacks = "no fault was injected, and no alert fired"
 
@@ -331,10 +332,16 @@ class Alerts(FaultChecker):
         self._alerts = dict[str, _Seen]()
         self._notices = dict[tuple[str, str], list[Event]]()
         self._gaps, self._at = False, 0.0
+        self._steps, self._stopped = list[float](), math.inf
+        """When each step was done; when the job was asked to stop, or ended by itself: its alerts end with it."""
 
     def other(self, event: Event) -> None:
         if event["kind"] == Kind.NOTIFICATION:
             self._notices.setdefault((str(event["key"]), str(event["phase"])), []).append(event)
+        elif event["kind"] == Kind.STEP:
+            self._steps.append(float(event["at"]))
+        elif event["kind"] == Kind.STOP:
+            self._stopped = min(self._stopped, float(event["at"]))
 
     def gap(self, first: int, last: int) -> None:
         self._gaps = True
@@ -342,6 +349,8 @@ class Alerts(FaultChecker):
     def transaction(self, found: Transaction) -> None:
         self._at = found.at
         for change in found.changes:
+            if change.name == _STATUS and is_job(change) and change.new.get("phase") in ENDED_PHASES:
+                self._stopped = min(self._stopped, found.at)
             if not change.name.startswith(_ALERTS) or not is_job(change):
                 continue
             record = change.new
@@ -372,10 +381,10 @@ class Alerts(FaultChecker):
     def _delivered(self, end: Event | None) -> None:
         """A notice is delivered at least once: one more time where the leader, or etcd, is lost between its sending and
         the record of it, and so between the notices."""
-        losses = [fault for fault in self.happened if not _SENDERS.isdisjoint(struck(fault))]
+        losses = Windows(fault for fault in self.happened if not SENDERS.isdisjoint(struck(fault)))
         for (key, phase), notices in self._notices.items():
             first, last = (float(each["at"]) for each in (notices[0], notices[-1]))
-            if len(notices) > 1 + sum(began(fault) <= last and ended(fault) + _NOTICE_S >= first for fault in losses):
+            if len(notices) > 1 + losses.count(first - _NOTICE_S, last):
                 self.violated(f"{phase} of the alert {notices[0]['alert']} of {notices[0]['subject']} was notified "
                               f"{len(notices)} times", *notices)
             if phase == Phase.RESOLVED and (key, Phase.FIRING) not in self._notices:
@@ -421,17 +430,33 @@ class Alerts(FaultChecker):
         of = {str(seen.alert["id"]): seen for seen in self._alerts.values()
               if seen.fired and seen.since > -math.inf and is_of_fault(seen.alert)}
         happened = self.happened
-        found, known = attributed((seen.as_observed for seen in of.values()), happened), {*map(id, happened)}
-        not_seen = [fault for fault in self._tried if id(fault) not in known]
+        found, known = attributed((seen.as_observed for seen in of.values()), happened, sorted(self._steps)), {
+            *map(id, happened)}
+        self._resolved((of[str(alert["id"])], fault) for alert, fault in found.of)
+        not_seen = Windows(fault for fault in self._tried if id(fault) not in known)
+        seen_to_happen = Windows(happened)
         for alert in found.left_over:
-            if any(under_way(fault, float(alert["since"])) for fault in not_seen):
+            at = float(alert["since"])
+            if not_seen.count(at - AFTER_S, at):
                 continue
-            names = ", ".join(str(fault["name"]) for fault in happened if under_way(fault, float(alert["since"])))
+            names = ", ".join(str(fault["name"]) for fault in seen_to_happen.between(at - AFTER_S, at))
             why = f"beside the alerts that {names} may give" if names else "while no fault was under way"
             self.violated(f"{alert['kind']} of {alert['subject']} fired {why}", *of[str(alert["id"])].proofs)
         if not self._gaps and (self._alerts or self._has_receivers):
             for fault in found.untold:
                 self.violated(f"{fault['name']} of {fault.get('target')} gave no alert", fault)
+
+    def _resolved(self, alerts: Iterable[tuple[_Seen, Event]]) -> None:
+        """Each alert was resolved some time after its fault, and not just by the end of the job. One that fired before
+        the job was to end is not judged where that time was not over by then."""
+        if self._gaps or self.run.get("target") not in OWN_TARGETS:
+            return
+        faults, until = Windows(self._tried), min(self._stopped, self._at)
+        for seen, fault in alerts:
+            due = resolves_by(seen.alert, seen.fired_at, fault, faults)
+            if due < min(until, seen.resolved_at) and seen.alert.get("notify_resolved", True):
+                self.violated(f"the alert {seen.alert['kind']} of {seen.alert['subject']} was open {RESOLVED_S:.0f} s "
+                              f"after {fault['name']} and all that may keep it open was over", *seen.proofs, fault)
 
     @property
     def _tried(self) -> list[Event]:

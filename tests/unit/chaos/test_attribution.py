@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_tests.faults.catalogue import FAULTS, Part
-from chaos_tests.validate.attribution import AFTER_S, attributed, explains, seen_in, struck, under_way
+from chaos_tests.validate.attribution import (
+    AFTER_S,
+    RESOLVED_S,
+    Windows,
+    attributed,
+    began,
+    ended,
+    explains,
+    may_restart_all,
+    resolves_by,
+    seen_in,
+    struck,
+    under_way,
+)
 
 KILLED = "pid 1 (x) was sent SIGKILL and seen to end"
 
@@ -86,9 +101,89 @@ def test_fault_that_takes_others_with_it_gives_one_alert_of_each() -> None:
 
 
 def test_alerts_of_how_long_a_fault_lasts_are_no_faults_and_no_storm() -> None:
-    waits = [alert("run.waiting", str(n)) for n in range(5)]
-    assert left_over(waits[:4], fault("dcs_killed")) == [] and left_over(waits, fault("dcs_killed")) == ["4"]
+    waits = [alert("run.waiting", str(n), 11.0 + n) for n in range(3)]
+    assert left_over(waits[:1], fault("dcs_killed")) == [] and left_over(waits, fault("dcs_killed")) == ["1", "2"]
     assert left_over([alert("pool.short", "p"), alert("pool.short", "p", 12.0)], fault("dcs_killed")) == ["p"]
+    assert left_over([alert("run.waiting"), alert("pool.short")], fault("dcs_killed")) == [], "one of each kind"
+
+
+@pytest.mark.parametrize(("name", "kind", "may"), [
+    ("engine_killed", "leader.absent", False), ("coordinator_killed", "leader.absent", True),
+    ("coordinator_killed", "dcs.under_replicated", False), ("dcs_killed", "dcs.under_replicated", True),
+    ("advantages_killed", "engine.lagging", False), ("trainer_rank_killed", "engine.lagging", True),
+    ("coordinator_clock_set_ahead", "pool.short", True), ("router_killed", "pool.short", False),
+    ("etcd_stopped", "durable.behind", True), ("actor_killed", "record.unreadable", False),
+    ("holder_host_cut", "run.waiting", True), ("coordinator_killed", "run.waiting", False)])
+def test_consequence_is_of_a_fault_of_a_part_that_may_have_it(name: str, kind: str, may: bool) -> None:
+    assert left_over([alert(kind)], fault(name)) == ([] if may else ["x"])
+    assert explains(fault(name), event(kind)) == (may and bool(seen_in(fault(name))))
+
+
+def test_each_record_of_another_release_that_is_none_is_an_alert() -> None:
+    unreadable = [alert("record.unreadable", f"{n}/foreign") for n in range(4)]
+    assert left_over(unreadable, fault("foreign_records"), fault("engine_killed")) == ["3/foreign"]
+
+
+# -- global restarts ---------------------------------------------------------------------------------------------------
+RESTART = "run.global_restart"
+
+
+@pytest.mark.parametrize(("name", "may"), [
+    ("engine_killed", False), ("trainer_rank_killed", False), ("coordinator_killed", False), ("etcd_stopped", False),
+    ("driver_killed", False), ("busy_cores", False), ("leader_host_late", False), ("host_agent_killed", False),
+    ("gcs_killed", True), ("run_killed", True), ("holder_host_powered_off", True), ("of_a_later_release", True)])
+def test_global_restart_is_of_a_fault_that_may_cause_it(name: str, may: bool) -> None:
+    assert left_over([alert(RESTART)], fault(name)) == ([] if may else ["x"])
+    assert name not in FAULTS or explains(fault(name), event(RESTART)) == may
+
+
+def test_global_restart_is_of_faults_of_one_part_without_a_step_in_between() -> None:
+    def left(*names: str, steps: Sequence[float] = ()) -> int:
+        of = [fault(name, 10.0 + 5.0 * n, 30.0) for n, name in enumerate(names)]
+        return len(attributed([alert(RESTART, since=40.0)], of, steps).left_over)
+
+    assert left("trainer_rank_killed", "trainer_rank_exited") == 0
+    assert left("trainer_rank_killed", "trainer_rank_exited", steps=[9.0, 16.0]) == 0, "none between the two"
+    assert left("trainer_rank_killed", "trainer_rank_exited", steps=[12.0]) == 1
+    assert left("trainer_rank_killed", "engine_killed") == 1 and left("engine_killed", "engine_killed") == 1
+    assert left("trainer_rank_stopped", "driver_killed") == 0, "nobody carries out the restart of the trainer"
+    twice = fault("driver_killed_taking_over", witness=f"{KILLED}; {KILLED}")
+    assert may_restart_all([twice], []) and not may_restart_all([fault("driver_killed_taking_over")], [])
+    assert not may_restart_all([], [])
+
+
+# -- alerts that stay open ---------------------------------------------------------------------------------------------
+def test_alert_that_never_ends_tells_of_no_later_fault() -> None:
+    faults = [fault("engine_killed", 100.0 * n, 100.0 * n + 20.0, target=f"e{n}") for n in range(4)]
+    assert [f["target"] for f in attributed([alert("engine.dead", "e0", 1.0)], faults).untold] == ["e1", "e2", "e3"]
+    near = [fault("engine_killed", 70.0 * n, 70.0 * n + 20.0, target=f"e{n}") for n in range(3)]
+    assert not attributed([alert("engine.dead", "e0", 1.0, 160.0)], near).untold, "each is a sign that goes on"
+    nobodys = [alert("engine.dead", "e9", -30.0), alert("engine.dead", "e9", -90.0)]
+    assert not attributed(nobodys[:1], faults[:1]).untold and attributed(nobodys[1:], faults[:1]).untold
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30) | st.none()), max_size=12), st.integers(0, 80),
+       st.integers(0, 80))
+def test_windows_find_what_was_under_way(times: list[tuple[int, int | None]], one: int, other: int) -> None:
+    of = [fault("engine_killed", begin, None if length is None else begin + length) for begin, length in times]
+    since, until = sorted((one, other))
+    found = [id(f) for f in of if began(f) <= until and ended(f) >= since]
+    windows = Windows(of)
+    assert windows.count(since, until) == len(found)
+    assert sorted(map(id, windows.between(since, until))) == sorted(found)
+
+
+def test_faults_of_a_part_and_of_leaders_keep_an_alert_open() -> None:
+    first, of = fault("engine_killed", 10.0, 20.0), alert("engine.dead")
+    def due(*others: dict[str, Any]) -> float:
+        return resolves_by(of, 15.0, first, Windows([first, *others]))
+
+    assert due() == due(fault("dcs_killed", 30.0, 90.0)) == 20.0 + RESOLVED_S
+    assert due(fault("engine_killed", 50.0, 60.0)) == 60.0 + RESOLVED_S
+    assert due(fault("engine_killed", 50.0, 60.0), fault("engine_killed", 230.0, 235.0)) == 235.0 + RESOLVED_S
+    assert due(fault("engine_killed", 201.0, 210.0)) == 20.0 + RESOLVED_S, "it was due before"
+    assert due(fault("coordinator_killed", 190.0, 210.0)) == 210.0 + AFTER_S
+    assert due(fault("engine_killed", 50.0, None)) == math.inf
 
 
 def test_killed_part_of_which_no_alert_tells_is_found() -> None:
@@ -143,7 +238,7 @@ def test_fault_explains_no_loss_of_a_part_that_it_does_not_strike(name: str) -> 
     ("engine_killed", "engine.replaced"), ("chunks_torn", "engine.quarantined"), ("trainer_stopped", "critic.hung"),
     ("etcd_stopped", "dcs.dead"), ("raylet_killed", "actor.dead"), ("run_killed", "run.restarted"),
     ("second_actor", "actor.dead"), ("stale_leader", "coordinator.dead"), ("router_killed", "router.restarted"),
-    ("trainer_rank_killed", "run.global_restart"), ("driver_killed", "run.restarted")])
+    ("gcs_killed", "run.global_restart"), ("driver_killed", "run.restarted")])
 def test_fault_explains_what_it_strikes_and_what_comes_of_it(name: str, kind: str) -> None:
     assert explains(fault(name), event(kind))
 
