@@ -347,3 +347,15 @@ def resolves_by(alert: Event, fired_at: float, fault: Event, faults: Windows) ->
                 until = max(until, ended(other) + AFTER_S)
         since = looked_until  # those that were under way before have been looked at
     return until
+
+
+def victim_is(fault: Event, event: Event, first_seen: Mapping[tuple[str, str], float]) -> bool:
+    """Whether a loss may be of the victim of a fault, or of its successor, where the record of the fault names a victim
+    that events have told of; else of any. The ranks of a group fail together. ``first_seen``: the component and the
+    subject of each event → when the first one was seen."""
+    kind, subject = str(event["name"]), str(event["subject"])
+    component = kind.partition(".")[0]
+    if component in TRAINER_GROUPS or _causes(kind) or not parts(kind) & frozenset(struck(fault)[:1]):
+        return True
+    named = {word for word in _words(fault) if (component, word) in first_seen}
+    return not named or subject in named or first_seen[component, subject] >= began(fault) - 1.0

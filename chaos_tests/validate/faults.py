@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from chaos_tests.event_log import Event, Kind
+from chaos_tests.faults.catalogue import FAULTS, Part
 from chaos_tests.validate.attribution import (
     AFTER_S,
     NOT_OF_FAULTS,
@@ -22,9 +23,11 @@ from chaos_tests.validate.attribution import (
     ended,
     explains,
     is_of_fault,
+    may_restart_all,
     resolves_by,
     seen_in,
     struck,
+    victim_is,
     victims,
 )
 from chaos_tests.validate.replay import Transaction, below, is_job
@@ -48,6 +51,8 @@ _NOTICE_S = 60.0
 _FIRST_S = 5.0
 """Longest from an alert's begin to its first notice: one that fires later before the end of a log may have none."""
 _STATUS, _ALERTS = below(Keys("j").job_status()), below(Keys("j").alerts_prefix())
+_MEMBERS = frozenset({Part.ENGINES, Part.TRAINER, Part.ROLES, Part.DRIVER, Part.COORDINATORS, Part.DCS})
+"""Parts whose members are watched, so that one that is slow may be taken for lost."""
 
 
 def happened(fault: Event) -> bool:
@@ -480,16 +485,28 @@ class SlowWork(FaultChecker):
     """No fault is found, and nothing is restarted, where none was injected that strikes it."""
 
     rule = "I14"
-    reads = frozenset({Kind.FAULT, Kind.EVENT})
-    lacks = "the log has no events of the product"
+    reads = frozenset({Kind.FAULT, Kind.EVENT, Kind.STEP})
+    lacks = ("the log has no events of the product, or no fault that makes work slow and no time in which a loss would "
+             "not pass for one that was injected")
 
     def __init__(self) -> None:
         super().__init__()
-        self._found, self._events = list[Event](), 0
+        self._found, self._events, self._steps = list[Event](), 0, list[float]()
+        self._first_seen = dict[tuple[str, str], float]()
+        """Component and subject of each event → when the first one was seen."""
+        self._since, self._until = math.inf, -math.inf
+        """When the first and the last event were seen."""
+        self._unexcused_s, self._slow = 0.0, 0
 
     def other(self, event: Event) -> None:
+        if event["kind"] == Kind.STEP:
+            self._steps.append(float(event["at"]))
+            return
         self._events += 1
-        kind = event_kinds.find(str(event["name"]))
+        name, at = str(event["name"]), _seen_at(event)
+        self._since, self._until = min(self._since, at), max(self._until, at)
+        self._first_seen.setdefault((name.partition(".")[0], str(event["subject"])), at)
+        kind = event_kinds.find(name)
         if kind is not None and (kind.begins or kind.counted) and not kind.ends and not kind.name.startswith(
                 NOT_OF_FAULTS):  # the end of a fault comes as late as it will; its begin is judged
             self._found.append(event)
@@ -497,16 +514,52 @@ class SlowWork(FaultChecker):
     def finish(self, end: Event | None) -> None:
         super().finish(end)
         injected = [fault for fault in self.faults if fault.get("injected_at") is not None and seen_in(fault)]
+        windows, steps = Windows(injected), sorted(self._steps)
         for event in self._found:
-            under_way = [fault for fault in injected
-                         if began(fault) - 1.0 <= float(event.get("seen_at", event["at"])) <= ended(fault) + AFTER_S]
-            if not any(explains(fault, event) for fault in under_way):
+            at = _seen_at(event)
+            under_way = [*windows.between(at - AFTER_S, at + 1.0)]
+            if not self._explained(event, under_way, steps):
                 when = "that strikes it " if under_way else ""
                 self.violated(f"{event['name']} of {event['subject']}, when no fault {when}was under way: "
                               f"{event['message']}", event)
+        self._slow = sum(fault["name"] in FAULTS and FAULTS[str(fault["name"])].slows for fault in self.happened)
+        # A clock that was wrong may have written times that are not of the run.
+        since = max(self._since, float(self.run.get("at", -math.inf)))
+        self._unexcused_s = unexcused_s(injected, since, min(self._until, float((end or {}).get("at", math.inf))))
+
+    def _explained(self, event: Event, under_way: list[Event], steps: list[float]) -> bool:
+        if event["name"] == event_kinds.RUN_GLOBAL_RESTART.name:
+            return may_restart_all(under_way, steps)
+        return any(explains(fault, event) and victim_is(fault, event, self._first_seen) for fault in under_way)
 
     def evidence(self) -> str:
-        return f"{self._events} events, of which {len(self._found)} are of faults" if self._events else ""
+        if not self._events or not (self._slow or self._unexcused_s):
+            return ""
+        return (f"{self._events} events, of which {len(self._found)} are of faults; {self._slow} faults that slow, and "
+                f"{self._unexcused_s:.0f} s in which the loss of some part was not excused")
+
+
+def _seen_at(event: Event) -> float:
+    """The clock of who has written it may be wrong."""
+    return float(event.get("seen_at", event["at"]))
+
+
+def unexcused_s(faults: Iterable[Event], since: float, until: float) -> float:
+    """The seconds between two times in which the loss of any part of ``_MEMBERS`` was no sign of one of these faults.
+    Pure."""
+    edges = list[tuple[float, Part, int]]()
+    for fault in faults:
+        begin, end = max(since, began(fault) - 1.0), min(until, ended(fault) + AFTER_S)
+        edges += [edge for part in seen_in(fault) & _MEMBERS if begin < end
+                  for edge in ((begin, part, 1), (end, part, -1))]
+    excused, total, at = Counter[Part](), 0.0, since
+    if since >= until:
+        return 0.0
+    for moment, part, change in sorted(edges):
+        total += moment - at if any(not excused[one] for one in _MEMBERS) else 0.0
+        excused[part] += change
+        at = moment
+    return total + until - at
 
 
 CHECKERS: tuple[type[Checker], ...] = (
