@@ -6,6 +6,7 @@ strikes and within a limited time; an alert that is left over is one too many.
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
 from bisect import bisect_left, bisect_right
@@ -307,7 +308,6 @@ class Windows:
         self._lasting = [fault for fault in of if ended(fault) == math.inf]
         self._over = [fault for fault in of if ended(fault) < math.inf]
         self._begins, self._ends = sorted(map(began, of)), sorted(map(ended, of))
-        self._begins_of_over = [*map(began, self._over)]
         self._over_until = [*accumulate(map(ended, self._over), max)]
 
     def count(self, since: float, until: float) -> int:
@@ -315,14 +315,12 @@ class Windows:
         return bisect_right(self._begins, until) - bisect_left(self._ends, since)
 
     def between(self, since: float, until: float) -> Iterator[Event]:
-        """Those that were under way at any time between these two: those that have ended by their begin, then the
-        others."""
-        first = bisect_left(self._over_until, since)
-        for fault in self._over[first:bisect_right(self._begins_of_over, until)]:
+        """Those that were under way at any time between these two, by their begin."""
+        later = range(bisect_left(self._over_until, since), len(self._over))
+        for fault in heapq.merge(self._lasting, (self._over[n] for n in later), key=began):
+            if began(fault) > until:
+                return
             if ended(fault) >= since:
-                yield fault
-        for fault in self._lasting:
-            if began(fault) <= until:
                 yield fault
 
 
@@ -332,20 +330,20 @@ one whose end nothing announces is over another minute later (``coordinator.aler
 have to be elected first."""
 
 
-def resolves_by(alert: Event, fired_at: float, fault: Event, faults: Windows) -> float:
-    """When an alert has to be resolved that a fault accounts for. A fault that may have the same alert keeps it open,
-    so it is due once there was none for ``RESOLVED_S``. And without a leader nothing resolves."""
+def resolves_by(alert: Event, reported_at: float, fault: Event, faults: Windows) -> float:
+    """When an alert has to be resolved that a fault accounts for: ``RESOLVED_S`` after the recovery, not counting the
+    time of faults that may keep it open. Without a leader nothing resolves, either. An alert that stays open for good
+    is so found among faults, too, that follow one another closely. ``reported_at``: when it fired, or what it says was
+    reported again."""
     event = {"name": alert["kind"], "subject": alert["subject"]}
-    since = looked_until = max(ended(fault), fired_at)
-    until = since + RESOLVED_S
-    while looked_until < until < math.inf:
-        further, looked_until = [*faults.between(since, until)], until
-        for other in further:
-            if explains(other, event):
-                until = max(until, ended(other) + RESOLVED_S)
-            elif not SENDERS.isdisjoint(struck(other)):
-                until = max(until, ended(other) + AFTER_S)
-        since = looked_until  # those that were under way before have been looked at
+    at = max(ended(fault), reported_at)
+    until = at + RESOLVED_S
+    for other in faults.between(at, math.inf):
+        if began(other) >= until:
+            break
+        if ended(other) > at and (explains(other, event) or not SENDERS.isdisjoint(struck(other))):
+            until += ended(other) - max(at, began(other))
+            at = ended(other)
     return until
 
 

@@ -310,6 +310,8 @@ class _Seen:
     """When the observer saw it first, also while it was pending; -inf where there was the alert before."""
     fired_at: float = math.inf
     """When it saw it fire; inf where it did not."""
+    reported_at: float = -math.inf
+    """When it saw that what the alert says was reported, last."""
     resolved_at: float = math.inf
     silenced: bool = False
     """Whether its notices were held back at any time."""
@@ -362,6 +364,8 @@ class Alerts(FaultChecker):
             if not record.get("id"):
                 continue
             seen = self._alerts.setdefault(str(record["id"]), _Seen(record, found.at if change.created else -math.inf))
+            if record.get("last_at") != seen.alert.get("last_at") or change.created:
+                seen.reported_at = found.at
             seen.alert = record
             seen.silenced = seen.silenced or bool(record.get("silenced_by") or record.get("suppressed"))
             if record.get("phase") == Phase.FIRING and not seen.fired:
@@ -458,10 +462,11 @@ class Alerts(FaultChecker):
             return
         faults, until = Windows(self._tried), min(self._stopped, self._at)
         for seen, fault in alerts:
-            due = resolves_by(seen.alert, seen.fired_at, fault, faults)
+            due = resolves_by(seen.alert, max(seen.fired_at, seen.reported_at), fault, faults)
             if due < min(until, seen.resolved_at) and seen.alert.get("notify_resolved", True):
-                self.violated(f"the alert {seen.alert['kind']} of {seen.alert['subject']} was open {RESOLVED_S:.0f} s "
-                              f"after {fault['name']} and all that may keep it open was over", *seen.proofs, fault)
+                self.violated(f"the alert {seen.alert['kind']} of {seen.alert['subject']} stayed open for "
+                              f"{RESOLVED_S:.0f} s beside {fault['name']} and all that may keep it open", *seen.proofs,
+                              fault)
 
     @property
     def _tried(self) -> list[Event]:

@@ -29,9 +29,9 @@ class AlertLog:
             "at": START + at, "kind": Kind.CHANGE, "revision": self._revision, "put": True, "key": key,
             "create": self._created.setdefault(key, self._revision), "value": json.dumps(value)})
 
-    def alert(self, at: float, subject: str, phase: str, kind: str = "engine.dead") -> None:
-        self.put(at, KEYS.alert(f"{kind}-{subject}"), id=subject, kind=kind, subject=subject, phase=phase,
-                 severity="error", since=START + at, notify_resolved=True)
+    def alert(self, at: float, subject: str, phase: str, *, last_at: float = 0.0) -> None:
+        self.put(at, KEYS.alert(f"engine.dead/{subject}"), id=subject, kind="engine.dead", subject=subject, phase=phase,
+                 severity="error", since=START + at, last_at=last_at, notify_resolved=True)
 
     def fault(self, began: float, healed: float | None, target: str, name: str = "engine_killed") -> None:
         self.records.append({
@@ -45,8 +45,8 @@ class AlertLog:
         return [str(violation) for violation in broken(self.records, [Alerts])]
 
 
-STAYS = (f"I9: the alert engine.dead of e1 was open {RESOLVED_S:.0f} s after engine_killed and all that may keep it "
-         "open was over")
+STAYS = (f"I9: the alert engine.dead of e1 stayed open for {RESOLVED_S:.0f} s beside engine_killed and all that may "
+         "keep it open")
 LATE = 20.0 + RESOLVED_S + 1.0
 
 
@@ -88,6 +88,25 @@ def test_alert_that_stays_open_hides_no_later_fault_of_its_part() -> None:
     log = with_alert(901.0, 900.0)
     log.fault(400.0, 410.0, "e2")
     assert log.found() == [STAYS, "I9: engine_killed of e2 gave no alert"]
+
+
+def test_alert_that_stays_open_among_faults_that_follow_one_another_closely_is_found() -> None:
+    log = with_alert(901.0, 900.0)
+    for n in range(1, 20):
+        log.fault(10.0 + 40.0 * n, 20.0 + 40.0 * n, "", "etcd_terminated")
+    assert STAYS in log.found()
+
+
+def test_alert_that_is_reported_again_is_due_later() -> None:
+    def found(reported: bool) -> list[str]:
+        log = AlertLog()
+        log.fault(10.0, 20.0, "e1")
+        log.alert(11.0, "e1", "firing")
+        log.alert(60.0, "e1", "firing", last_at=60.0 if reported else 0.0)
+        log.alert(LATE + 20.0, "e1", "resolved", last_at=60.0 if reported else 0.0)
+        return log.found()
+
+    assert found(True) == [] and found(False) == [STAYS]
 
 
 def test_one_time_event_has_no_end() -> None:
