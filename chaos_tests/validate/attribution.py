@@ -27,7 +27,7 @@ AFTER_S = 60.0
 _ENDED = (SENT_SIGKILL, ENDED_BY_SIGTERM, EXITED_WITH_0)
 """What the witness of a fault says of a process that has ended by it."""
 NOT_OF_FAULTS = ("eval.", "responses.", "reward.", "generate.", "filter.", "train.", "job.", "alerts.", "operation.",
-                  "restart.requested", "pool.scaling", "samples.")
+                  "restart.requested", "pool.scaling", "samples.", "update.")
 """Begins of the kinds of alerts that are about what is trained, or what an operator asked for."""
 _GLOBAL_RESTART = event_kinds.RUN_GLOBAL_RESTART.name
 _COMPUTE = frozenset({Part.ENGINES, Part.TRAINER, Part.ROLES, Part.DRIVER, Part.ROUTER, Part.RUN, Part.RAY, Part.HOSTS,

@@ -222,7 +222,7 @@ def by_fault(run: Timeline) -> list[FaultKind]:
         if before := bisect_right(happened, at, key=began):
             last = id(happened[before - 1])
             redone[last] = redone.get(last, 0) + steps
-    for _, fault in attributed(run.alerts.values(), happened).of:
+    for _, fault in attributed(run.alerts.values(), happened, sorted(s.ended_at for s in run.steps)).of:
         alerts[id(fault)] = alerts.get(id(fault), 0) + 1
     strikes = (run.run.get("schedule") or {}).get("strikes") or ()
     planned = [str(name) for strike in strikes for name in strike["faults"]]
