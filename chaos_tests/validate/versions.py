@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -210,6 +210,11 @@ class Commits(_Catalog):
         return told if isinstance(told, int) else 1
 
 
+def _nodes_of(part: Iterable[str]) -> list[str]:
+    """The nodes that hold a part. One that is named twice has one copy."""
+    return [*dict.fromkeys(part)]
+
+
 def _why_incomplete(found: Transaction, version: Mapping[str, Any], keys: Keys, stream: str, number: int, replicas: int
                     ) -> Iterator[str]:
     if not version.get("manifest"):
@@ -223,7 +228,7 @@ def _why_incomplete(found: Transaction, version: Mapping[str, Any], keys: Keys, 
     if sets is None or not sets.put:
         yield "without its replica sets"
     elif not sets.omitted:
-        parts = sets.new.get("parts", [])
+        parts = [_nodes_of(part) for part in sets.new.get("parts", [])]
         if not parts or not all(parts):
             yield f"although not all of its parts are stored: {parts}"
         elif (fewest := min(map(len, parts))) < replicas:
@@ -370,7 +375,7 @@ class KeptVersions(Checker):
             return
         self.judged += 1
         held = versions.setdefault((stream, number), _Held(stream, number))
-        held.parts, held.proof = [list(part) for part in change.new.get("parts", [])], (change.event,)
+        held.parts, held.proof = [_nodes_of(part) for part in change.new.get("parts", [])], (change.event,)
         held.nodes = frozenset().union(*held.parts)
         self._due[change.scope].add((stream, number))
 
