@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate.attribution import began, ended
@@ -114,16 +115,16 @@ class Answered(_UntilTheEnd):
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
-        away = sorted((began(fault) - 1.0, ended(fault)) for fault in self._faults
+        away = _Times((began(fault) - 1.0, ended(fault)) for fault in self._faults
                       if fault.get("injected_at") is not None)
         for client in [*self._waits_since]:
             self._silent(client, self._tried[client])
         for client, since, until in self._silences:
-            if (silent := _beside(away, since, until)) > _SILENT_S:
+            if (silent := away.beside(since, until)) > _SILENT_S:
                 self.violated(f"{client} got no answer for {until - since:.0f} s, in {silent:.0f} s of which no fault "
                               "was under way")
         for at, what, answered in self._operations:
-            if not any(begin <= at <= until + _AFTER_S for begin, until in away):
+            if not away.has(at, after_s=_AFTER_S):
                 self._of[what] += 1
                 self._answered[what] += answered
         for what, count in self._of.items():
@@ -142,13 +143,30 @@ class Answered(_UntilTheEnd):
         return f"{self._answered.total()} of {self._of.total()} operations answered while no fault was under way"
 
 
-def _beside(away: Sequence[tuple[float, float]], since: float, until: float) -> float:
-    """How much of a time is in none of these, which are in the order of their begins, in seconds. Pure."""
-    beside = 0.0
-    for begin, end in away:
-        beside += max(0.0, min(begin, until) - since)
-        since = max(since, min(end, until))
-    return beside + max(0.0, until - since)
+class _Times:
+    """Times in which something was under way, which may overlap: a long run has as many faults as it has minutes, and
+    each operation of its clients is asked about. ``times``: from and to. Pure."""
+
+    def __init__(self, times: Iterable[tuple[float, float]]) -> None:
+        self._begins, self._ends = list[float](), list[float]()
+        """Of those that meet, as one, in their order."""
+        for begin, end in sorted(times):
+            if self._ends and begin <= self._ends[-1]:
+                self._ends[-1] = max(self._ends[-1], end)
+            else:
+                self._begins.append(begin)
+                self._ends.append(end)
+
+    def has(self, at: float, *, after_s: float) -> bool:
+        """Whether something was under way at a time, or so many seconds before."""
+        before = bisect_right(self._begins, at)
+        return before > 0 and at <= self._ends[before - 1] + after_s
+
+    def beside(self, since: float, until: float) -> float:
+        """How much of a time is in none of these, in seconds."""
+        first, last = bisect_right(self._ends, since), bisect_left(self._begins, until)
+        under_way = sum(min(self._ends[n], until) - max(self._begins[n], since) for n in range(first, last))
+        return max(0.0, until - since - under_way)
 
 
 CHECKERS: tuple[type[Checker], ...] = (LastSteps, Answered)
