@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.validate.replay import KeyChange, Replay, Transaction, below, is_job
+from chaos_tests.validate.replay import KeyChange, Replay, Store, Transaction, below, is_job
 from chaos_tests.validate.verdict import OWN_TARGETS, Checker
 from elastic_rl.etcd.job_records import ENDED_PHASES
 from elastic_rl.etcd.keys import Keys
@@ -19,7 +19,7 @@ time (``longest_recovery_s``)."""
 _JOB = Keys("j")
 STATUS, SPEC, EPOCH = below(_JOB.job_status()), below(_JOB.job_spec()), below(_JOB.epoch())
 MEMBERS, POOLS = below(_JOB.members_prefix()), below(_JOB.pools_prefix())
-OPERATIONS = below(_JOB.operations_prefix())
+OPERATIONS, _ENGINES = below(_JOB.operations_prefix()), below(_JOB.engines_prefix())
 _STREAMS, _HEAD = below(_JOB.streams_prefix()), "/head"
 _SETS, _CATALOG = below(_JOB.replica_sets_prefix("")).rstrip("/") + "/", below(_JOB.dcs_catalog())
 _OF_SETS = re.compile(re.escape(_SETS) + r"([^/]+)/(\d+)")
@@ -28,6 +28,8 @@ _LEAST_S = 30.0
 _STARTS, _FOUND_S = 3.0, 140.0
 """Starts of the whole job that a recovery may take, and the time until what was lost is found: a lease, and four times
 ``coordinator.suspicion_s``, by which the leader stretches it where all cores are busy."""
+_THERE = ("ready", "released")
+"""States of the engines that a pool has: released ones wait for the trainer's phase to end."""
 RECOVERIES = 2
 """A time without a step, or without a part, may be as long as so many of the longest recoveries: further faults may
 strike meanwhile."""
@@ -185,32 +187,63 @@ class _Shortages(Checker, ABC):
 
 
 class PoolSizes(_Shortages):
+    """A pool has its engines by what it says itself, and by their own records: where all of those were seen, the fewer
+    of both count. Each is written a moment after the other."""
+
     rule = "I6"
-    keys = (STATUS, POOLS)
+    keys = (STATUS, POOLS, _ENGINES)
     judges = "sizes of pools"
 
     def __init__(self) -> None:
         super().__init__()
-        self._desired, self._ready = dict[tuple[str, str], int](), dict[tuple[str, str], int]()
+        self._desired, self._said = dict[tuple[str, str], int](), dict[tuple[str, str], int]()
+        self._store = Store()
+        self._has_records = set[tuple[str, str]]()
+        """Pools with an engine that has a record. What stands in the place of a job may have none."""
 
     def gap(self, first: int, last: int) -> None:
         super().gap(first, last)
         self._desired.clear()
-        self._ready.clear()
+        self._said.clear()
+        self._has_records.clear()
+
+    def transaction(self, found: Transaction) -> None:
+        self._store = found.after
+        super().transaction(found)
 
     def of_job(self, change: KeyChange) -> None:
-        if not change.name.startswith(POOLS) or not change.new:
+        if change.name.startswith(_ENGINES):
+            pools = {str(record["pool"]) for record in (change.old, change.new) if record.get("pool")}
+            if self._store.whole:
+                self._has_records.update((change.scope, pool) for pool in pools)
+        elif change.name.startswith(POOLS) and change.new:
+            pool, _, what = change.name.removeprefix(POOLS).partition("/")
+            pools = {pool}
+            if what == "spec":
+                self._desired[change.scope, pool] = int(change.new.get("desired", 0))
+            elif what == "status":
+                self._said[change.scope, pool] = sum(int(change.new.get(state, 0)) for state in _THERE)
+        else:
             return
-        pool, _, what = change.name.removeprefix(POOLS).partition("/")
+        for pool in pools:
+            self._judge(change, pool)
+
+    def _judge(self, change: KeyChange, pool: str) -> None:
         of = (change.scope, pool)
-        if what == "spec":
-            self._desired[of] = int(change.new.get("desired", 0))
-        elif what == "status":  # released engines are there, and wait for the trainer's phase to end
-            self._ready[of] = int(change.new.get("ready", 0)) + int(change.new.get("released", 0))
-        if of in self._desired and of in self._ready:
-            desired, ready = self._desired[of], self._ready[of]
-            self.judged += 1
-            self._is(change, f"pool {pool}", f"{ready} of {desired} engines" if ready < desired else "")
+        if of not in self._desired or of not in self._said:
+            return
+        desired, said = self._desired[of], self._said[of]
+        self.judged += 1
+        how = f"{said} of {desired} engines" if said < desired else ""
+        if not how and of in self._has_records and (there := self._by_records(change.scope, pool)) < desired:
+            how = f"{there} of {desired} engines by their own records, and {said} by the record of the pool"
+        self._is(change, f"pool {pool}", how)
+
+    def _by_records(self, scope: str, pool: str) -> int:
+        """The engines of a pool that say themselves that they are ready, or released, without those that others run."""
+        records = map(self._store.get, self._store.under(scope + _ENGINES))
+        return sum(record.get("pool") == pool and record.get("state") in _THERE and not record.get("external")
+                   for record in records)
 
 
 class Singletons(_Shortages):
@@ -277,7 +310,8 @@ class Presence:
         """The newest one that was seen."""
 
     def see(self, change: Event) -> None:
-        if below(str(change["key"])).startswith(self._keys):
+        # By the first change of all the replay knows whether it sees a cluster from its start.
+        if not self.revision or below(str(change["key"])).startswith(self._keys):
             self._replay.change(change)
         if change["revision"] > self.revision:
             self.revision = int(change["revision"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right, insort
 from typing import ClassVar
 
@@ -14,6 +15,9 @@ from elastic_rl.etcd.keys import Keys
 _JOB = Keys("j")
 _ENGINES, _POOLS = below(_JOB.engines_prefix()), below(_JOB.pools_prefix())
 _VERSIONS = below(_JOB.versions_prefix("policy"))
+_LEAVING, _UNDER_WAY_S = ("syncing", "draining"), 300.0
+"""States of an engine that was ready and takes no further requests, and how long those may last that are under way: it
+goes on to follow the head meanwhile."""
 _SAME_BY_CHANCE = 2
 """Versions of the same weights may have manifests that differ: other ranks have cut them into chunks."""
 
@@ -83,7 +87,8 @@ class Checksums(Checker):
 
 
 class VersionsOfSamples(Checker):
-    """Each version that samples name was in an engine of the policy before their step."""
+    """Each version that samples name was, before their step, in an engine of the policy that was ready: also one that
+    an engine got which was about to leave, and had requests under way."""
 
     rule = "I4"
     reads: ClassVar[frozenset[Kind]] = frozenset({Kind.STEP})
@@ -94,7 +99,11 @@ class VersionsOfSamples(Checker):
     def __init__(self) -> None:
         super().__init__()
         self._had = dict[int, float]()
-        """Version → when an engine was first seen to have it."""
+        """Version → when an engine that was ready was first seen to have it."""
+        self._ready = dict[str, tuple[str, float]]()
+        """Key of an engine → its runner that is, or was, ready, and when it was last seen to be."""
+        self._first, self._before = math.inf, 0
+        """The oldest version that an engine had; and the newest that one had whose records before were not seen."""
         self._named = dict[int, Event]()
         """Version → the first step that names it."""
         self._gaps = False
@@ -104,10 +113,24 @@ class VersionsOfSamples(Checker):
 
     def transaction(self, found: Transaction) -> None:
         for change in found.changes:
-            if change.name.startswith(_ENGINES) and change.new.get("version"):
+            if change.name.startswith(_ENGINES):
                 spec = found.after.get(f"{change.scope}{_POOLS}{change.new.get('pool', '')}/spec")
                 if spec.get("stream", "policy") == "policy":
-                    self._had.setdefault(int(change.new["version"]), found.at)
+                    self._engine(change, found.at)
+
+    def _engine(self, change: KeyChange, at: float) -> None:
+        runner, state = str(change.new.get("incarnation", "")), change.new.get("state")
+        if state == "ready":
+            self._ready[change.key] = (runner, at)
+        elif state not in _LEAVING or self._ready.get(change.key, ("", 0.0))[0] != runner:
+            self._ready.pop(change.key, None)
+        if not (version := int(change.new.get("version") or 0)):
+            return
+        self._first = min(self._first, version)
+        if change.past_unseen:
+            self._before = max(self._before, version)
+        if change.key in self._ready and at <= self._ready[change.key][1] + _UNDER_WAY_S:
+            self._had.setdefault(version, at)
 
     def see(self, event: Event) -> None:
         for version in event.get("sample_versions") or ():
@@ -115,14 +138,14 @@ class VersionsOfSamples(Checker):
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
-        oldest = min(self._had, default=0)
-        for version, step in self._named.items() if self._had and not self._gaps else ():
-            if version < oldest:
-                continue  # an engine had it before the log began
+        for version, step in self._named.items() if not self._gaps else ():
+            if version < self._first or version <= self._before:
+                continue  # there are no engines, or one had it before the log began
             self.judged += 1
             at = self._had.get(version)
             if at is None or at > float(step["at"]) + OBSERVER_LATE_S:
-                self.violated(f"step {step['step']} has samples of version {version}, which no engine had", step)
+                self.violated(f"step {step['step']} has samples of version {version}, which no engine had that was "
+                              "ready", step)
 
 
 class StatedStaleness(StepChecker):
