@@ -85,7 +85,13 @@ class Kind(StrEnum):
     """Last record. ``phase`` (of the job), ``report`` (its report.json), ``alerts`` (each as etcd has it at the end),
     ``aborted`` (why the run was ended early; ""), ``problems`` (what of the suite itself has failed), ``revision`` (of
     etcd at the end, of a change that the observer is to have seen; None where etcd did not answer),
-    ``records`` (kind → how many were written before this one)."""
+    ``records`` (kind → how many were written before this one). Of a cluster of the run's own also ``refused`` (what was
+    said to whoever would have resumed the job with another seed: "" where it might have been, None where it had decided
+    nothing or etcd did not answer), and, on one host, ``kept`` (what was on disk of the job, which had ended, once its
+    cluster was down, as ``kept_job.on_disk`` has it: ``lacks``, what was not there; ``steps``, of which there were
+    records; ``versions``, None where the job has no disk, else each head's ``stream``, ``number``, ``created_at``,
+    ``chunks``, and how many of them were ``lost``; None where the job had not ended). Logs of earlier releases have
+    neither."""
 
 
 class EventLog:
@@ -159,6 +165,8 @@ _NUMBER_OR_NONE, _TIME_OR_NONE = _is(int, type(None)), _is(int, float, type(None
 _TEXTS, _NUMBERS = _or_none(_list_of(_TEXT)), _object_of(_NUMBER)
 _STRIKES = _or_none(_list_of(_with({"faults": _list_of(_TEXT)})))
 _ALERTS = _or_none(_list_of(_with(dict.fromkeys(("id", "kind", "subject", "message", "phase", "severity"), _TEXT))))
+_KEPT = _with({"lacks": _list_of(_TEXT), "steps": _NUMBER, "versions": _or_none(_list_of(_with(
+    {"stream": _TEXT, "created_at": _TIME, **dict.fromkeys(("number", "chunks", "lost"), _NUMBER)})))})
 _FORMS: Mapping[str, Sequence[tuple[Sequence[str], Form, bool]]] = {
     Kind.RUN: ((("scenario", "target", "commit"), _TEXT, False),
                (("arguments", "traffic", "must_see"), _TEXTS, False), (("floor",), _NUMBERS, False),
@@ -181,6 +189,7 @@ _FORMS: Mapping[str, Sequence[tuple[Sequence[str], Form, bool]]] = {
     Kind.STOP: ((("since",), _TIME, True), (("revision", "step"), _NUMBER, True)),
     Kind.END: ((("report",), _OBJECT, False), (("records",), _NUMBERS, False), (("revision",), _NUMBER_OR_NONE, False),
                (("alerts",), _ALERTS, False), (("committed_steps",), _or_none(_list_of(_NUMBER)), False),
+               (("refused",), _or_none(_TEXT), False), (("kept",), _or_none(_KEPT), False),
                (("problems",), _TEXTS, False), (("phase", "aborted"), _TEXT, False)),
 }
 """The fields without which nothing can be said of a kind, and others that records have: their names, form, and whether

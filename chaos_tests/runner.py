@@ -141,7 +141,9 @@ def _run_own(scenario: Scenario, schedule: Schedule, folder: Path, aborts: Abort
     notices = list[tuple[float, Notice]]()
     receiver = Receiver(lambda notice: notices.append((time.time(), notice)),
                         receiver_address(run_dir_of(folder)) if on_hosts else "127.0.0.1")
-    make: Callable[..., AbstractContextManager[Target]] = hosts_cluster if on_hosts else own_cluster
+    kept = dict[str, Any]()
+    make: Callable[..., AbstractContextManager[Target]] = (
+        hosts_cluster if on_hosts else partial(own_cluster, on_kept=kept.update))
     try:
         cfg = own_config(folder, {**scenario.settings, "train.steps": schedule.steps or _BY_TIME_STEPS,
                                   "alerts.urls": [receiver.url]}, schedule.settings, seed=schedule.seed)
@@ -151,7 +153,7 @@ def _run_own(scenario: Scenario, schedule: Schedule, folder: Path, aborts: Abort
                 end = _Run(target, scenario, schedule, folder, event_log, aborts, limits, say).run_to_end()
             for at, notice in notices:
                 event_log.write(Kind.NOTIFICATION, at=at, **asdict(notice))
-            _write_end(event_log, end, aborts)
+            _write_end(event_log, end if on_hosts else {**end, "kept": kept or None}, aborts)
     finally:
         receiver.close()
 
@@ -306,6 +308,7 @@ class _Run:
         target, until = self._target, time.monotonic() + _END_S
         return {"phase": _answered(self._phase, until) or "", "report": _answered(target.report, until) or {},
                 "committed_steps": _answered(target.committed_steps, until),
+                **({"refused": _answered(target.refused, until)} if target.own else {}),
                 "alerts": [json.loads(alert.encode()) for alert in _answered(target.alerts, until) or []]}
 
     def _injector(self) -> FaultInjector:

@@ -12,20 +12,21 @@ from typing import Any
 
 import psutil
 
+from chaos_tests import kept_job
 from elastic_rl import config
 from elastic_rl.config import Config, Stream
 from elastic_rl.coordinator.alerts.state_machine import Alert
 from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.dcs.catalog.reads import list_versions
-from elastic_rl.errors import ConfigError
+from elastic_rl.errors import ConfigError, EtcdUnavailable
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import ClusterKeys, Keys
-from elastic_rl.etcd.records import StepMetrics
+from elastic_rl.etcd.records import StepMetrics, Version
 from elastic_rl.faults.context import FaultContext
 from elastic_rl.faults.undo import UndoRegistry
-from elastic_rl.host import leftovers, processes
+from elastic_rl.host import job_spec, leftovers, processes
 from elastic_rl.host.job_run import RunReading
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import JobPaths
@@ -125,6 +126,21 @@ class Target:
                      audit=audit_of(self.reader, self.keys, self.cfg.train.prompts_per_step),
                      versions=list_versions(self.reader, self.keys, Stream.POLICY))
 
+    def refused(self) -> str | None:
+        """What the product says to whoever would resume the job with another seed, by the line that names it; "" where
+        it may be resumed so, and None where it has not committed anything yet that depends on its settings. Nothing is
+        started. Raises EtcdUnavailable."""
+        decided = job_spec.read(self.reader, self.keys)
+        if decided.spec is None or not decided.committed:
+            return None
+        other = self.cfg.model_copy(update={"seed": self.cfg.seed + 1})
+        try:
+            job_spec.require_same(job_spec.with_template_date(other, decided), decided)
+        except ConfigError as e:  # a line a setting, with its values: those of others may be secret
+            lines = e.message.splitlines()
+            return next((line.strip() for line in lines if line.split()[:1] == ["seed"]), lines[0])
+        return ""
+
     def committed_steps(self) -> list[int]:
         """The steps of which etcd has the metrics, in order. Raises EtcdUnavailable."""
         return [m.step for m, _ in readable(self.reader.range(self.keys.steps_prefix())[0], StepMetrics)]
@@ -164,20 +180,27 @@ def run_dir_of(folder: Path) -> Path:
 
 
 @contextmanager
-def own_cluster(cfg: Config, *, say: Callable[[str], None], on_leftover: Callable[[str], None]) -> Iterator[Target]:
+def own_cluster(cfg: Config, *, say: Callable[[str], None], on_leftover: Callable[[str], None],
+                on_kept: Callable[[Mapping[str, Any]], None] = lambda kept: None) -> Iterator[Target]:
     """Brings a cluster up and submits its job; takes it down at the end, whatever happens, and calls ``on_leftover``
-    with each thing that has not ended with it. The host agent takes it down where this process is killed."""
+    with each thing that has not ended with it, and ``on_kept`` with what is kept of a job that had ended before
+    (``kept_job``). The host agent takes it down where this process is killed."""
     cluster = Cluster(cfg, say=say)
+    heads: list[Version] | None = None
     with cluster.owned():
         try:
             info = cluster.up()
             cluster.submit()
             with _connected(cluster, info, own=True) as target:
                 yield target
+                with suppress(EtcdUnavailable):
+                    heads = kept_job.heads(target.etcd, target.keys) if target.reading().over else None
         finally:
             cluster.down()
     for what in left_behind(cluster.cfg):
         on_leftover(what)
+    if heads is not None:
+        on_kept(kept_job.on_disk(cluster.cfg, heads))
     cluster.down(purge=True)
     leftovers.sweep(JobPaths.of(cluster.cfg))
 

@@ -45,6 +45,10 @@ def test_run_on_an_own_cluster_is_struck_watched_and_judged(tmp_path: Path, monk
     [end] = records(folder, Kind.END)
     assert end["phase"] == "finished" and end["committed_steps"] == [*range(1, STEPS + 1)] and not end["problems"]
     assert end["report"]["steps"] == STEPS and end["alerts"], "what etcd and the run's folder have at the end"
+    assert end["refused"].startswith("seed was 1 and is now 2: "), "whoever would resume the job with another seed"
+    [head] = end["kept"]["versions"]
+    assert (end["kept"]["lacks"], end["kept"]["steps"], head["stream"], head["lost"]) == ([], STEPS, "policy", 0)
+    assert head["chunks"] > 1, "with its manifest"
     written = Counter(event["kind"] for event in read(folder / LOG))
     assert end["records"] == {kind: count for kind, count in written.items() if kind not in (Kind.RUN, Kind.END)}
     assert written.keys() >= {*Kind} - {
@@ -54,6 +58,7 @@ def test_run_on_an_own_cluster_is_struck_watched_and_judged(tmp_path: Path, monk
     assert all(event["revision"] >= end["revision"] for event in last.values()), "the last change, by both"
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     verdicts = {v["rule"]: v["state"] for v in report["verdicts"]}
-    assert {verdicts[rule] for rule in ("run", "I1", "I3", "I5", "I8", "I9", "I10", "I11")} == {"kept"}
+    assert {verdicts[rule] for rule in ("run", "I1", "I3", "I5", "I8", "I9", "I10", "I11", "I13", "I15")} == {
+        "kept"}
     assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert results.outcome_of(folder) == outcome and results.schedule_at(folder) == schedule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ OPERATIONS, _ENGINES = below(_JOB.operations_prefix()), below(_JOB.engines_prefi
 _STREAMS, _HEAD = below(_JOB.streams_prefix()), "/head"
 _SETS, _CATALOG = below(_JOB.replica_sets_prefix("")).rstrip("/") + "/", below(_JOB.dcs_catalog())
 _OF_SETS = re.compile(re.escape(_SETS) + r"([^/]+)/(\d+)")
+_KEPT_HEADS = {below(_JOB.stream_head(stream)): stream for stream in ("policy", "trainer_state")}
+_DAMAGES_CHUNKS = ("chunks_torn", "chunk_bits_flipped")
+"""Faults that damage on purpose what is on the disk of a node: of what is lost so, another copy was used, or made."""
 _LEAST_S = 30.0
 """A shortage at the end of a run that is no longer than this is none, however fast its machine is."""
 _STARTS, _FOUND_S = 3.0, 140.0
@@ -325,9 +329,12 @@ class Presence:
 
 
 class Decisions(Checker):
+    """What a job has decided is not changed; and, at the end of a run, it is refused to whoever would resume it with
+    another seed, by an error that names it."""
+
     rule = "I13"
     keys = (SPEC,)
-    lacks = "the log has no decision of a job: it was begun before"
+    lacks = "the log has no decision of a job that somebody tried to change"
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,26 +349,54 @@ class Decisions(Checker):
                     self.violated(f"{change.at()}: what {change.job} had decided was changed",
                                   before.event, change.event)
 
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        refused = (end or {}).get("refused")
+        if end is not None and refused == "":
+            self.violated("the job might have been resumed with another seed than it had decided", end)
+        elif end is not None and refused is not None and "seed" not in refused:
+            self.violated(f"an error that refused another seed does not name it: {refused}", end)
+
     def evidence(self) -> str:
-        return f"the decisions of {', '.join(sorted(self._decided))}" if self._decided else ""
+        decisions = f"the decisions of {', '.join(sorted(self._decided))}" if self._decided else ""
+        if "refused" not in (self.end or {}):
+            return f"{decisions}, which nobody tried to change" if decisions else ""
+        return f"{decisions or 'the job'}; another seed was refused" if (self.end or {}).get("refused") else ""
 
 
 class KeptAfterStop(Checker):
-    """A job that has ended keeps what it is resumed and exported from."""
+    """A job that has ended keeps what it is resumed and exported from: its records in etcd, and on its disk its
+    settings, the records of its steps and the heads of its streams, once its cluster is down."""
 
     rule = "I15"
+    reads = frozenset({Kind.FAULT, Kind.STEP})
     keys = (SPEC, STATUS, EPOCH, _STREAMS, _SETS, _CATALOG)
-    lacks = "the job did not end within the log"
+    lacks = "the job did not end within the log, or nobody looked at what was kept of it"
 
     def __init__(self) -> None:
         super().__init__()
         self._ended, self._seen = dict[str, Event](), set[str]()
+        self._steps, self._heads = set[int](), dict[str, int]()
+        """Steps with a record, and the heads of the streams in etcd."""
+        self._damaged_until = -math.inf
+        """Of versions that were begun before, a fault has damaged chunks."""
+        self._whole = 0
+
+    def see(self, event: Event) -> None:
+        if event["kind"] == Kind.STEP:
+            self._steps.add(int(event["step"]))
+        elif event["name"] in _DAMAGES_CHUNKS and event.get("injected_at") is not None:
+            healed = event.get("healed_at")
+            self._damaged_until = max(self._damaged_until, math.inf if healed is None else float(healed))
 
     def gap(self, first: int, last: int) -> None:
         self._ended.clear()
+        self._heads.clear()
 
     def transaction(self, found: Transaction) -> None:
         for change in filter(is_job, found.changes):
+            if change.name in _KEPT_HEADS and change.job == self.settings.get("job"):
+                self._heads[_KEPT_HEADS[change.name]] = int(change.new.get("number") or 0)
             if change.name == STATUS and change.new:
                 if change.new.get("phase") in ENDED_PHASES:
                     self._ended[change.job] = change.event
@@ -384,8 +419,35 @@ class KeptAfterStop(Checker):
         head = f"{change.scope}{_STREAMS}{match[1]}{_HEAD}"
         return int(match[2]) in (found.after.get(head).get("number"), found.before(head).get("number"))
 
+    def finish(self, end: Event | None) -> None:
+        super().finish(end)
+        if end is None or (kept := end.get("kept")) is None:
+            return
+        for what in kept["lacks"]:
+            self.violated(f"what the job keeps on disk: {what}", end)
+        if kept["steps"] < len(self._steps):
+            self.violated(f"the job has kept the records of {kept['steps']} steps, and had written those of "
+                          f"{len(self._steps)}", end)
+        if kept["versions"] is None:
+            return
+        there = {version["stream"]: version for version in kept["versions"]}
+        for stream, number in self._heads.items():
+            if number and stream not in there:
+                self.violated(f"etcd has no head of {stream} any more, which was version {number}", end)
+        for stream, version in there.items():
+            if version["created_at"] <= self._damaged_until:
+                continue
+            self._whole += not version["lost"]
+            if version["lost"]:
+                self.violated(f"version {version['number']} of {stream}, the head, has {version['lost']} of "
+                              f"{version['chunks']} chunks that are not whole on disk", end)
+
     def evidence(self) -> str:
-        return f"what is kept of {', '.join(sorted(self._seen))}" if self._seen else ""
+        of_jobs = f"what is kept of {', '.join(sorted(self._seen))}" if self._seen else ""
+        if not of_jobs or "kept" not in (self.end or {}):
+            return of_jobs
+        kept = (self.end or {})["kept"]
+        return f"{of_jobs}; the records of {kept['steps']} steps and {self._whole} heads whole on disk" if kept else ""
 
 
 CHECKERS: tuple[type[Checker], ...] = (PoolSizes, Singletons, OpenOperations, Decisions, KeptAfterStop)

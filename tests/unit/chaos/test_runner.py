@@ -125,7 +125,7 @@ class Away:
         self.cluster = SimpleNamespace(here=self.cfg, stop_run=self.away, dir=folder, cfg=self.cfg)
         self.etcd = self.reader = SimpleNamespace(revision=self.away, put=self.away, range=self.away, get=self.away)
         self.api = SimpleNamespace(get=self.away)
-        self.reading = self.alerts = self.committed_steps = self.away
+        self.reading = self.alerts = self.committed_steps = self.refused = self.away
 
     def away(self, *_: object, **__: object) -> Any:
         raise EtcdUnavailable("no member answers")
