@@ -13,7 +13,8 @@ In the order of reading:
 - ``nemesis.schedule``: which faults happen when, drawn from a seed;
 - ``faults.catalogue``: each fault by its name, and what it strikes;
 - ``runner``, ``target``, ``target_hosts``, ``abort``, ``blast_radius``: a run, on a cluster of its own or on yours;
-- ``collectors``, ``results``, ``provenance``, ``kept_job``: what of a run goes into its log and its folder, and what comes out of it;
+- ``collectors``, ``results``, ``provenance``, ``kept_job``: what of a run goes into its log and its folder, and what
+  comes out of it;
 - ``traffic``, ``history``, ``model``: clients, what they were told, and the sequential models that judge that;
 - ``event_log``, ``observer``, ``receiver``, ``sampler``: what is written down;
 - ``validate``, ``report``: what is made of it. ``validate`` says which rule is judged where;
