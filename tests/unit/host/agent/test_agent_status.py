@@ -1,5 +1,5 @@
 """What the host agent says of itself where its disk takes nothing, and what that says to its standby, which kills an
-agent that is silent. ``chaos_tests/tests/test_full_disk.py`` has a disk that is full."""
+agent that is silent. ``chaos_tests/tests/test_cluster_on_a_full_disk.py`` has a disk that is full."""
 
 from __future__ import annotations
 
