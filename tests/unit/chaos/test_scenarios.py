@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import chaos_tests
+from chaos_tests import results
 from chaos_tests.faults.catalogue import FAULTS
 from chaos_tests.history import Unknown
 from chaos_tests.scenarios import SCENARIOS
@@ -16,6 +18,8 @@ from chaos_tests.traffic import cluster_changes, pool_changes, workloads
 from chaos_tests.traffic.job_clients import JobClients
 from chaos_tests.traffic.workloads import WORKLOADS
 from chaos_tests.validate.growth import FEWEST_STEPS
+
+SCHEDULES = Path(chaos_tests.__file__).parent / "schedules"
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -48,7 +52,14 @@ def test_longer_run_has_more_faults_and_a_short_one_as_many_as_find_room() -> No
     assert drawn.schedule(1, minutes=2.0).by_time
 
 
-def test_growth_is_resume_fault_two_losses_of_the_run_where_it_is_long_enough() -> None:
+@pytest.mark.parametrize("file", sorted(SCHEDULES.glob("*.json")), ids=lambda file: file.stem)
+def test_schedule_of_a_run_whose_figures_are_published_can_be_run_again(file: Path) -> None:
+    found = results.schedule_at(file)
+    assert file.stem == f"{found.scenario}-{found.seed}" and found.faults
+    own_config(Path(), SCENARIOS[found.scenario].settings, found.settings, seed=found.seed)
+
+
+def test_growth_loses_what_its_run_is_on_twice_where_it_is_long_enough() -> None:
     growth = SCENARIOS["growth"]
     found = growth.schedule(1)
     assert [(strike.step, strike.faults) for strike in found.strikes] == [(300, ("raylet_killed",)), (
