@@ -57,6 +57,10 @@ _POLL_S = 1.0
 _SAMPLE_S = 10.0
 _ALERTS_END_S = 60.0
 """Time for the alerts of faults that are over to end too: each has a hold of its own."""
+_LEASES_END_S = 30.0
+"""Time for leases to end beyond the longest of them, that of a pin."""
+_MOST_KEYS = 20
+"""Most keys of which it is said that they are left."""
 _END_S = 30.0
 """Longest wait for what is under way once a run is to end."""
 _SAID_AFTER_S = 10.0
@@ -224,6 +228,8 @@ class _Run:
                 with suppress(EtcdUnavailable):  # the job then ends with the cluster
                     target.stop_job()
             self._await_alerts()
+            if target.own and self._over():
+                self._await_leases()
             end = self._end()
             if end["committed_steps"] is not None:
                 mark = _answered(self._mark, time.monotonic())
@@ -369,6 +375,20 @@ class _Run:
                 if all(alert.phase is Phase.RESOLVED or not alert.notify_resolved for alert in self._target.alerts()):
                     return
             self._aborts.wait(_POLL_S)
+
+    def _await_leases(self) -> None:
+        """Returns once nobody holds anything of the job, or after so long that every lease of a process that has ended
+        has ended too: what is there then is left for good."""
+        until, left = time.monotonic() + self._target.cfg.dcs.pin_ttl_s + _LEASES_END_S, list[str]()
+        while not self._aborts.why:
+            with suppress(EtcdUnavailable):
+                if not (left := self._target.unowned()):
+                    return
+                if time.monotonic() > until:
+                    break
+            self._aborts.wait(_POLL_S)
+        for key in left[:_MOST_KEYS] if not self._aborts.why else ():
+            self._log.write(Kind.LEFTOVER, what=f"the key {key}, whose owner has ended,")
 
     def _phase(self) -> str:
         phase = self._target.reading().phase

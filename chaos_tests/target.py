@@ -109,6 +109,16 @@ class Target:
         """All that etcd has. Raises EtcdUnavailable."""
         return [alert for alert, _ in readable(self.reader.range(self.keys.alerts_prefix())[0], Alert)]
 
+    def unowned(self) -> list[str]:
+        """The keys of a job that has ended which are to be there only as long as who wrote them: its members, their
+        processes, what they pin, publish and generate, and where they meet. Coordinators and DCS nodes run on. Raises
+        EtcdUnavailable."""
+        keys = self.keys
+        found = [kv.key for prefix in (keys.members_prefix(), f"{keys.root}processes/", f"{keys.root}dcs/pins/",
+                                       f"{keys.root}dcs/staging/", keys.group_leases_prefix(), keys.rendezvous_prefix())
+                 for kv in self.reader.range(prefix)[0]]
+        return [key for key in found if not {"coordinator", "dcs"} & {*key.removeprefix(keys.root).split("/")[1:-1]}]
+
     def report(self) -> dict[str, Any]:
         """The report of the job: as its run has written it, or, while that goes on, of what it has done so far. Raises
         EtcdUnavailable."""

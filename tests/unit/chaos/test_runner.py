@@ -263,6 +263,23 @@ def test_job_is_asked_to_stop_once_all_is_back_and_a_step_was_made(
     assert (stop["revision"], stop["step"]) == (4 if back else 3, 7) and stop["since"] <= stop["at"]
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("looks", [1, 3, None])
+def test_key_that_outlives_all_leases_is_left_behind(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: int | None) -> None:
+    """``looks``: after how many it is gone; None: it stays."""
+    monkeypatch.setattr(runner, "_POLL_S", 0.01)
+    target, log = Running(tmp_path / "runs"), EventLog(tmp_path / "events.jsonl")
+    monkeypatch.setattr(runner, "_LEASES_END_S", 0.2 - target.cfg.dcs.pin_ttl_s)
+    left = itertools.count(1)
+    monkeypatch.setattr(target, "unowned", lambda: [] if next(left) == looks else ["/elastic_rl/j/members/e/1"],
+                        raising=False)
+    runner._Run(cast(Any, target), SCENARIOS["quick"], Schedule(1, 10, (), scenario="quick"), tmp_path, log,
+                AbortSwitch(tmp_path), runner.Limits(), lambda line: None)._await_leases()
+    found = [json.loads(line)["what"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert found == ([] if looks else ["the key /elastic_rl/j/members/e/1, whose owner has ended,"])
+
+
 def test_log_has_no_secret_of_the_settings_that_a_job_was_begun_with(tmp_path: Path) -> None:
     target, log = Running(tmp_path / "runs"), EventLog(tmp_path / "events.jsonl")
     play = runner._Run(cast(Any, target), SCENARIOS["quick"], Schedule(1, 10, (), scenario="quick"), tmp_path, log,
