@@ -118,7 +118,9 @@ def _opened(path: Path, flags: int, hint: str = "name another folder") -> IO[byt
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ConfigError(f"{path} is no regular file", hint=hint)
-    return os.fdopen(descriptor, "rb" if flags & os.O_ACCMODE == os.O_RDONLY else "r+b", buffering=0)
+    if flags & os.O_ACCMODE == os.O_RDONLY:
+        return os.fdopen(descriptor, "rb", buffering=0)
+    return os.fdopen(descriptor, "r+b", buffering=0)
 
 
 def is_running(folder: Path) -> bool:

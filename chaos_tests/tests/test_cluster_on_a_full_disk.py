@@ -55,7 +55,7 @@ class FullDisk:
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*self.disk.inside, *python("elastic_rl.cli.main", *words, *self._options)],
-                              capture_output=True, text=True, env=self._env, timeout=300)
+                              capture_output=True, encoding="utf-8", env=self._env, timeout=300)
 
     def steps(self) -> list[int]:
         assert self.etcd is not None
