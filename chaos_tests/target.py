@@ -111,11 +111,11 @@ class Target:
 
     def unowned(self) -> list[str]:
         """The keys of a job that has ended which are to be there only as long as who wrote them: its members, their
-        processes, what they pin, publish and generate, and where they meet. Coordinators and DCS nodes run on. Raises
+        processes, what they pin and publish, and where they meet. Coordinators and DCS nodes run on. Raises
         EtcdUnavailable."""
         keys = self.keys
         found = [kv.key for prefix in (keys.members_prefix(), f"{keys.root}processes/", f"{keys.root}dcs/pins/",
-                                       f"{keys.root}dcs/staging/", keys.group_leases_prefix(), keys.rendezvous_prefix())
+                                       f"{keys.root}dcs/staging/", keys.rendezvous_prefix())
                  for kv in self.reader.range(prefix)[0]]
         return [key for key in found if not {"coordinator", "dcs"} & {*key.removeprefix(keys.root).split("/")[1:-1]}]
 

@@ -19,11 +19,12 @@ def unowned(*found: str) -> list[str]:
 
 def test_what_processes_of_the_job_hold_is_to_go_with_them() -> None:
     held = [KEYS.member("engine", "e-1"), KEYS.process("m", "trainer", "rank-0"), KEYS.pin("policy", 3, "e-1"),
-            KEYS.staging_owner("policy", 4), KEYS.group_lease("rollout-1"), f"{KEYS.rendezvous_prefix()}trainer-1-1/a"]
+            KEYS.staging_owner("policy", 4), f"{KEYS.rendezvous_prefix()}trainer-1-1/a"]
     assert unowned(*held) == held
 
 
 def test_what_runs_on_keeps_what_it_has() -> None:
     kept = [KEYS.member("coordinator", "coordinator-0"), KEYS.process("m", "coordinator", "coordinator-0"),
-            KEYS.process("m", "dcs", "node-0"), KEYS.version("policy", 3), KEYS.job_status()]
+            KEYS.process("m", "dcs", "node-0"), KEYS.version("policy", 3), KEYS.job_status(),
+            KEYS.group_lease("actor")]  # of prompt groups, which a resume goes by
     assert unowned(*kept) == []
