@@ -213,10 +213,10 @@ def _struck(faults: Sequence[Event]) -> Callable[[float, float], bool]:
     return struck
 
 
-def by_fault(run: Timeline) -> list[FaultKind]:
-    """A row for each kind of fault that was planned."""
+def by_fault(run: Timeline, together: Iterable[tuple[Sequence[Event], float]]) -> list[FaultKind]:
+    """A row for each kind of fault that was planned. ``together``: the training lost (``training_lost``)."""
     redone, alerts, happened = dict[int, int](), dict[int, int](), run.happened
-    lost = {id(faults[0]): seconds for faults, seconds in training_lost(run)
+    lost = {id(faults[0]): seconds for faults, seconds in together
             if len(faults) == 1 and faults[0].get("healed_at") is not None}
     for at, steps in run.redone:
         if before := bisect_right(happened, at, key=began):
@@ -240,7 +240,8 @@ def by_fault(run: Timeline) -> list[FaultKind]:
 def statistics(run: Timeline, baseline: Timeline | None = None) -> dict[str, Any]:
     """All numbers, as report.json has them. Times are in seconds; what could not be measured is None."""
     report = (run.end or {}).get("report") or {}
-    happened, kinds, lost = run.happened, by_fault(run), training_lost(run)
+    happened, lost = run.happened, training_lost(run)
+    kinds = by_fault(run, lost)
     struck = sum(map(victims, happened))
     return {
         "steps": len(run.effective.of), "steps_redone": run.effective.redone,
