@@ -20,7 +20,7 @@ from elastic_rl.host.paths import JobPaths
 from elastic_rl.report.build import read_for_build
 
 STREAMS = (Stream.POLICY, Stream.TRAINER_STATE)
-"""Those from whose heads a job is exported and resumed."""
+"""A job is exported and resumed from the heads of these streams."""
 
 
 def heads(etcd: EtcdClient, keys: Keys) -> list[Version]:

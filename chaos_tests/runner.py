@@ -60,7 +60,7 @@ _ALERTS_END_S = 60.0
 _LEASES_END_S = 30.0
 """Time for leases to end beyond the longest of them, that of a pin."""
 _MOST_KEYS = 20
-"""Most keys of which it is said that they are left."""
+"""The log names so many keys that are left at most."""
 _END_S = 30.0
 """Longest wait for what is under way once a run is to end."""
 _SAID_AFTER_S = 10.0

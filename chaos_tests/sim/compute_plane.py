@@ -1,6 +1,6 @@
-"""What the failure policy decides about, in the world of failures: the run of a job with what it runs on. Members die
-and hang, alone and together; parts come back by themselves, as Ray Serve and torch elastic have it, or by the driver;
-requests to restart them are carried out, late, or never. It knows nothing of the policy."""
+"""The compute plane of the world of failures: the run of a job with what it runs on. Members die and hang, alone and
+together; components come back by themselves, as Ray Serve and torch elastic have it, or by the driver; requests to
+restart them are carried out, late, or never. It knows nothing of the failure policy, which decides about it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RANKS, REPLICAS, ENGINES = 2, 2, 3
 EPOCH_S = 1_700_000_000.0
 """Unix seconds at which the world begins."""
 LONGEST_RESTART_S = 180.0
-"""Longest time-out of the restart of a part."""
+"""Longest time-out of the restart of a component."""
 _HANGS_S = 10_000.0
 """Time without progress of a member that hangs."""
 R = TypeVar("R", bound=Record)
@@ -76,8 +76,8 @@ class SimMember:
 
 
 @dataclass(eq=False)
-class Part:
-    """Members that one part of the system brings back."""
+class Component:
+    """Members that one component of the system brings back."""
 
     role: str
     size: int
@@ -91,27 +91,28 @@ class Part:
 
 
 class ComputePlane:
-    """The run of the job, with what it runs on: its supervisor, its driver, and the parts that come back without."""
+    """The run of the job, with what it runs on: its supervisor, its driver, and the components that come back without
+    it."""
 
     def __init__(self, world: World) -> None:
         self.world, self.rng, self.model = world, world.rng, world.model
         self.epoch, self.step, self.pieces, self._numbers = 0, 0, 0, 0
         self.sft_steps, self.steps = self.rng.choice([0, 0, 3]), self.rng.choice([12, 10**6, 10**6])
-        self.driver, self.trainer = Part(registry.DRIVER, 1), Part(TRAINER, RANKS)
-        self.role, self.engines = Part(ROLE, REPLICAS), Part(event_kinds.ENGINE, ENGINES)
-        self.gets_on, self.bad = True, ""
-        """Whether the run makes steps, and the role of a part that fails whenever it has come back."""
-        self._fates = dict[tuple[str, int], float]()
+        self.driver, self.trainer = Component(registry.DRIVER, 1), Component(TRAINER, RANKS)
+        self.role, self.engines = Component(ROLE, REPLICAS), Component(event_kinds.ENGINE, ENGINES)
+        self.makes_steps, self.bad = True, ""
+        """Whether the run makes steps, and the role of a component that fails whenever it has come back."""
+        self._carried_out_at = dict[tuple[str, int], float]()
         """When a request is carried out, by its target and generation."""
         self._stops_at = float("inf")
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def components(self) -> Sequence[Component]:
         return self.driver, self.trainer, self.role, self.engines
 
     @property
     def members(self) -> list[SimMember]:
-        return [member for part in self.parts for member in part.members]
+        return [member for component in self.components for member in component.members]
 
     @property
     def newest_epoch(self) -> int:
@@ -138,15 +139,15 @@ class ComputePlane:
 
     # -- begin and end -------------------------------------------------------------------------------------------------
     def begin(self) -> None:
-        """A driver begins an epoch of its own, in which every part is started."""
+        """A driver begins an epoch of its own, in which every component is started."""
         self._numbers += 1
         self.epoch = fencing.raise_epoch(SimClient(self.model, lambda: self.world.now), KEYS,
                                          f"driver-{self._numbers}").number
         self.end()
         for request in self._open_requests():
             self.acknowledge(request)
-        for part in self.parts:
-            part.back_at = self.world.now + (0.0 if part is self.driver else self.rng.uniform(2.0, 20.0))
+        for component in self.components:
+            component.back_at = self.world.now + (0.0 if component is self.driver else self.rng.uniform(2.0, 20.0))
 
     def end(self) -> None:
         """What runs ends, and its leases with it."""
@@ -161,7 +162,7 @@ class ComputePlane:
 
     def resume(self) -> None:
         """The operator has the job go on that was stopped, or has failed."""
-        self._stops_at, self.bad, self.gets_on = float("inf"), "", True
+        self._stops_at, self.bad, self.makes_steps = float("inf"), "", True
         self.put(CLUSTER_KEYS.job(KEYS.job), JobRecord(submission=1))
         self.put(KEYS.job_status(), JobStatus(phase="starting", step=self.step))
         self.begin()
@@ -191,7 +192,7 @@ class ComputePlane:
         serves = any(not e.hung and not e.lags for e in self.engines.members)
         if self.is_fenced or self.is_over or not serves:
             return
-        if (self.gets_on and self.trainer.works and any(not m.hung for m in self.role.members)
+        if (self.makes_steps and self.trainer.works and any(not m.hung for m in self.role.members)
                 and self.rng.random() < 0.3):
             self.step, self.pieces = self.step + 1, 0
             self.world.counts["step of the run"] += 1
@@ -217,18 +218,18 @@ class ComputePlane:
             kept = {KEYS.engine(member.id) for member in self.engines.members}
             self.model.txn((), [Op.delete(kv.key) for kv in self.model.range(KEYS.engines_prefix())
                                 if kv.key not in kept])
-        for part in self.parts:
-            if self.world.now < part.back_at or (part is self.engines and not self.driver.works):
+        for component in self.components:
+            if self.world.now < component.back_at or (component is self.engines and not self.driver.works):
                 continue
-            if len(part.members) == part.size:
+            if len(component.members) == component.size:
                 continue
-            if part is self.trainer:
+            if component is self.trainer:
                 if not self.world.is_quiet and self.rng.random() < (0.4 if self.bad == TRAINER else 0.05):
                     self.end_agent()
                     continue
                 self._leave_undone()
-            while len(part.members) < part.size:
-                self._start(part)
+            while len(component.members) < component.size:
+                self._start(component)
 
     def _leave_undone(self) -> None:
         """The group resumes from its last committed state, which may be a step older."""
@@ -239,13 +240,13 @@ class ComputePlane:
             self.world.counts["step undone"] += 1
         self._write_status()
 
-    def _start(self, part: Part) -> None:
+    def _start(self, component: Component) -> None:
         self._numbers += 1
-        name = f"rank-{len(part.members)}" if part is self.trainer else f"{part.role}-{self._numbers}"
-        member = SimMember(part.role, name, f"i{self._numbers}")
-        part.members.append(member)
+        name = f"rank-{len(component.members)}" if component is self.trainer else f"{component.role}-{self._numbers}"
+        member = SimMember(component.role, name, f"i{self._numbers}")
+        component.members.append(member)
         self._register(member)
-        if part is self.engines:
+        if component is self.engines:
             status = self.read(KEYS.job_status(), JobStatus)
             self.put(KEYS.engine(name), Engine(
                 id=name, pool=ROLLOUT_POOL, state=EngineState.READY, epoch=self.epoch, incarnation=member.incarnation,
@@ -274,9 +275,9 @@ class ComputePlane:
     # -- faults --------------------------------------------------------------------------------------------------------
     def _remove(self, member: SimMember, *, evidence: bool = False, clean: bool = False) -> None:
         """A member is gone. ``clean``: it was ended on purpose, and deregistered."""
-        for part in self.parts:
-            if member in part.members:
-                part.members.remove(member)
+        for component in self.components:
+            if member in component.members:
+                component.members.remove(member)
         ops = [Op.delete(KEYS.member(member.role, member.id))]
         if evidence:
             ops.append(Op.put(KEYS.evidence(member.role, member.id), Evidence(
@@ -286,19 +287,20 @@ class ComputePlane:
             ops.append(Op.delete(KEYS.registry_entry(member.role, member.id)))
         self.model.txn((), ops)
 
-    def die(self, part: Part) -> None:
-        if not part.members:
+    def die(self, component: Component) -> None:
+        if not component.members:
             return
-        self.world.counts[f"death: {part.role}"] += 1
-        victims = part.members if part is self.trainer and self.rng.random() < 0.7 else [self.rng.choice(part.members)]
-        for member in [*victims]:
+        self.world.counts[f"death: {component.role}"] += 1
+        together = component is self.trainer and self.rng.random() < 0.7
+        for member in [*component.members] if together else [self.rng.choice(component.members)]:
             self._remove(member, evidence=self.rng.random() < 0.7)
-        part.back_at = self.world.now + self.rng.uniform(1.0, 25.0)
+        component.back_at = self.world.now + self.rng.uniform(1.0, 25.0)
 
-    def hang(self, part: Part) -> None:
-        for member in part.members if part is self.trainer and self.rng.random() < 0.5 else part.members[:1]:
+    def hang(self, component: Component) -> None:
+        together = component is self.trainer and self.rng.random() < 0.5
+        for member in component.members if together else component.members[:1]:
             if not member.hung:
-                self.world.counts[f"hang: {part.role}"] += 1
+                self.world.counts[f"hang: {component.role}"] += 1
                 lasts = self.rng.random() < 0.6
                 member.hung = True
                 member.goes_on_at = float("inf") if lasts else self.world.now + self.rng.uniform(5.0, 120.0)
@@ -329,9 +331,9 @@ class ComputePlane:
         return self.model.txn((), [events.put_op(KEYS, event)])
 
     def _fail_again(self) -> None:
-        part = next(part for part in self.parts if part.role == self.bad)
-        if part.works:
-            (self.die if self.rng.random() < 0.7 else self.hang)(part)
+        component = next(component for component in self.components if component.role == self.bad)
+        if component.works:
+            (self.die if self.rng.random() < 0.7 else self.hang)(component)
 
     # -- restarts ------------------------------------------------------------------------------------------------------
     def _open_requests(self) -> list[RestartRequest]:
@@ -344,17 +346,17 @@ class ComputePlane:
             self.put(KEYS.restart(request.target), found.observed(request.generation))
 
     def _is_due(self, request: RestartRequest) -> bool:
-        if (name := (request.target, request.generation)) not in self._fates:
-            fate = self.rng.random() if not self.world.is_quiet else 1.0
+        if (name := (request.target, request.generation)) not in self._carried_out_at:
+            outcome = self.rng.random() if not self.world.is_quiet else 1.0
             wait_s = self.rng.uniform(0.0, 10.0)
-            if fate < 0.15:
+            if outcome < 0.15:
                 wait_s = float("inf") if request.target != JOB else self.rng.uniform(30.0, 2 * LONGEST_RESTART_S)
                 self.world.counts["restart that is not carried out"] += request.target != JOB
                 self.world.counts["global restart that is late"] += request.target == JOB
-            elif fate < 0.3:
+            elif outcome < 0.3:
                 wait_s = self.rng.uniform(10.0, 100.0)
-            self._fates[name] = self.world.now + wait_s
-        return self.world.now >= self._fates[name]
+            self._carried_out_at[name] = self.world.now + wait_s
+        return self.world.now >= self._carried_out_at[name]
 
     def _carry_out(self) -> None:
         """The supervisor and the driver do what was requested."""
@@ -373,23 +375,23 @@ class ComputePlane:
                 self._restart(request)
 
     def _restart(self, request: RestartRequest) -> None:
-        for part in self.parts:
-            of_target = [member for member in part.members if member.target == request.target]
+        for component in self.components:
+            of_target = [member for member in component.members if member.target == request.target]
             for member in of_target:
                 self._remove(member, clean=True)
-                if part is self.engines:
+                if component is self.engines:
                     self.model.txn((), [Op.delete(KEYS.engine(member.id))])
-            if of_target or request.target in (part.role, role_target(part.role)):
-                self.world.counts[f"restart carried out: {part.role}"] += 1
+            if of_target or request.target in (component.role, role_target(component.role)):
+                self.world.counts[f"restart carried out: {component.role}"] += 1
                 late = not self.world.is_quiet and self.rng.random() < 0.1
-                self.world.counts["restart whose part does not come back"] += late
-                part.back_at = self.world.now + (1.5 * LONGEST_RESTART_S if late else self.rng.uniform(1.0, 15.0))
+                self.world.counts["restart whose component does not come back"] += late
+                component.back_at = self.world.now + (1.5 * LONGEST_RESTART_S if late else self.rng.uniform(1.0, 15.0))
         self.acknowledge(request)
 
-    def calm(self) -> None:
+    def end_faults(self) -> None:
         """Nothing fails from now on. What hangs goes on to hang, and requests that were ignored stay so."""
-        self.bad, self.gets_on = "", True
-        for part in self.parts:
-            part.back_at = min(part.back_at, self.world.now + 20.0)
+        self.bad, self.makes_steps = "", True
+        for component in self.components:
+            component.back_at = min(component.back_at, self.world.now + 20.0)
         for member in self.engines.members:
             member.lags = False

@@ -37,7 +37,7 @@ _LATE_PASSES = 3
 
 
 class Leader(Protocol):
-    """What the oracle knows of the replica whose write it judges."""
+    """The oracle knows this of the replica whose write it judges."""
 
     name: str
     seen: ClusterSnapshot
@@ -78,13 +78,13 @@ class Account:
     """The faults of one target since the last global restart."""
 
     row: list[Counted] = field(default_factory=list)
-    """Those in a row, without a step of the run in between."""
+    """The faults in a row: the run has made no step in between."""
     over_since: float | None = None
-    """Since when there are more of them than the budget allows, and nothing was done about it."""
+    """When the row became longer than the budget allows; None once that was acted on."""
     has_failed: bool = False
     """Whether the last restart of it was not carried out."""
     failed_since: float | None = None
-    """Since when that is known, while the run has made no step."""
+    """When that failure became known; None once the run has made a step."""
     operation: str = ""
     """The operation that the policy began last."""
 
@@ -105,14 +105,14 @@ class FailureOracle:
         self._keys, self._cfg, self._counts = keys, cfg, counts
         self._accounts: dict[str, Account] = {}
         self._reports: dict[int, Report] = {}
-        """By the revision of the event."""
+        """The reported ends of agents, by the revision of the event."""
         self._refused_at = 0
         self._restarted_at = 0
         """Revision of the last global restart, whoever asked for it."""
         self._restarts: list[Counted] = []
         """Global restarts by the policy in a row, without any progress in between."""
         self._ends_since: float | None = None
-        """Since when one more would not help, and the run is to be ended."""
+        """When the policy decided to end the run; None while it has not."""
         self.ended_at = 0
         """Revision at which the policy has ended the run; 0 while it has not."""
         self._running: dict[str, str] = {}

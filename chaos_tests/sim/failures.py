@@ -91,18 +91,18 @@ class LeaderClient(SimClient):
     def txn(self, compares: Sequence[Compare], then: Sequence[Op], orelse: Sequence[Op] = ()) -> TxnResult:
         if not any(op.writes for op in then):
             return super().txn(compares, then, orelse)
-        fate = self._world.fate_of_a_write()
-        if fate == "lost before it arrives":
+        outcome = self._world.outcome_of_a_write()
+        if outcome == "lost before it arrives":
             self.reach()
             raise OutcomeUnknown("the answer was lost")
         before = dict(self.model.keys)
         result = super().txn(compares, then, orelse)
         if result.succeeded:
             self._world.oracle.written(self._leader, before, then, result.revision)
-        if fate == "leader died after a write":
+        if outcome == "leader died after a write":
             self.dead = True
             raise EtcdUnavailable("this process was killed")
-        if fate == "answer lost":
+        if outcome == "answer lost":
             raise OutcomeUnknown("the answer was lost")
         return result
 
@@ -203,13 +203,13 @@ class FailureWorld:
         self.ends_at = self.rng.choice([200.0, 500.0, 1000.0])
         self._seen_over, self._elections, self._tokens = False, 0, 0
 
-    def fate_of_a_write(self) -> str:
+    def outcome_of_a_write(self) -> str:
         """What happens to a write of a leader, and to its answer; mostly nothing."""
         if self.is_quiet or self.rng.random() > 0.02:
             return ""
-        fate = self.rng.choice(["lost before it arrives", "answer lost", "leader died after a write"])
-        self.counts[fate] += 1
-        return fate
+        outcome = self.rng.choice(["lost before it arrives", "answer lost", "leader died after a write"])
+        self.counts[outcome] += 1
+        return outcome
 
     # -- a run ---------------------------------------------------------------------------------------------------------
     def run(self) -> FailureWorld:
@@ -223,7 +223,7 @@ class FailureWorld:
                     with self.interference.quiet():
                         self._anything()
             self.etcd_back_at, self.is_quiet = 0.0, True
-            self.plane.calm()
+            self.plane.end_faults()
             began = self.now
             while (why := self._unsettled()) or self.now < began + _CALM_S:
                 if self.now >= began + QUIET_S:
@@ -285,8 +285,8 @@ class FailureWorld:
             return
         does: tuple[Callable[[], object], ...] = (
             self._pause, self._pause, self._fault, self._fault, self._fault, self._fault, self._fault, self.plane.work,
-            self.plane.work, self._weather, self._weather, self._ask, self._ask, self._kill_leader, self._take_over,
-            self._lose_etcd, self._set_clock, self._end_or_resume)
+            self.plane.work, self._change_conditions, self._change_conditions, self._ask, self._ask,
+            self._kill_leader, self._take_over, self._lose_etcd, self._set_clock, self._end_or_resume)
         self.rng.choice(does)()
 
     def _pause(self) -> None:
@@ -297,12 +297,12 @@ class FailureWorld:
     def _fault(self) -> None:
         if self.plane.is_over or self.plane.is_fenced:
             return
-        part = self.rng.choice(self.plane.parts)
+        component = self.rng.choice(self.plane.components)
         match self.rng.randrange(8):
             case 0 | 1 | 2:
-                self.plane.die(part)
+                self.plane.die(component)
             case 3 | 4:
-                self.plane.hang(part)
+                self.plane.hang(component)
             case 5 if not self.plane.trainer.members:
                 self.plane.end_agent()
             case 5:
@@ -315,10 +315,10 @@ class FailureWorld:
                 self.counts["driver raised the epoch"] += 1
                 self.plane.begin()  # on another host
 
-    def _weather(self) -> None:
-        """Another time begins: one in which the run gets on or not, and in which one part fails again and again or
-        not."""
-        self.plane.gets_on = self.rng.random() < 0.4
+    def _change_conditions(self) -> None:
+        """Another time begins, in which the run makes steps or not, and in which one component fails again and again
+        or none does."""
+        self.plane.makes_steps = self.rng.random() < 0.4
         self.plane.bad = self.rng.choice(["", "", TRAINER, TRAINER, ROLE, registry.DRIVER])
 
     def _ask(self) -> None:
@@ -391,8 +391,8 @@ class FailureWorld:
                   if target.startswith(engine_target("")) and target not in there]
         if not self.plane.is_over:
             found += [f"{member.role} {member.id} hangs" for member in self.plane.members if member.hung]
-            found += [f"there are {len(part.members)} of {part.size} {part.role} members" for part in self.plane.parts
-                      if len(part.members) < part.size]
+            found += [f"there are {len(component.members)} of {component.size} {component.role} members"
+                      for component in self.plane.components if len(component.members) < component.size]
             alive = {entry.name for entry in records(KEYS.registry_prefix(), LastSeen) if not entry.dead}
             if alive != {(member.role, member.id) for member in self.plane.members}:
                 found.append(f"the registry takes {sorted(alive)} for those that live")
@@ -408,7 +408,7 @@ KINDS = frozenset({
     "global restart that is late", "hang that ended by itself", "leader died", "leader died after a write",
     "leader died before a write", "lost before it arrives", "pass", "pass ended early", "piece of a step",
     "ranks ended after a refusal", "record of an engine collected", "restart asked for", "restart by the policy",
-    "restart cancelled", "restart that is not carried out", "restart whose part does not come back",
+    "restart cancelled", "restart that is not carried out", "restart whose component does not come back",
     "row ended by a step", "row ended by time", "run finished", "run resumed", "run stopped by its operator",
     "stale leader fenced", "step of the run", "step undone"} | {
         f"{what}: {role}" for what in ("death", "hang", "restart carried out")

@@ -151,7 +151,7 @@ def leader_writes_without_its_token(patch: Patch) -> None:
 
 
 def faults_are_written_apart(patch: Patch) -> None:
-    """Not in the transaction that makes them known."""
+    """The leader records a fault in another transaction than the one that makes it known."""
     record = FailureController.record_fault
 
     def in_a_transaction_of_its_own(self: FailureController, member: LastSeen, change: Any, snapshot: ClusterSnapshot,

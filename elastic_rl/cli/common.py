@@ -327,7 +327,7 @@ class Target:
         whether the command is about a job, so that one of the cluster's jobs has to be meant.
         """
         from elastic_rl.coordinator.client.admin_client import AdminClient, RequestRefused
-        from elastic_rl.host.agent.status import said_here
+        from elastic_rl.host.agent.status import reported_problems
         info = self.info(of_job=of_job)
         try:
             yield AdminClient(info, retry_budget_s=patience_s)
@@ -337,7 +337,7 @@ class Target:
         except EtcdUnavailable as e:
             if self.remote:
                 e.hint = "check --url (and --ca for https), and that a coordinator runs there"
-            elif said := said_here(self._cluster_here(of_job)):
+            elif said := reported_problems(self._cluster_here(of_job)):
                 e.hint = f"the agent of this host says: {said}"
             raise
 

@@ -28,7 +28,7 @@ from elastic_rl.etcd.cluster_records import (
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.host.agent.host_facts import kept_incarnation
-from elastic_rl.host.agent.status import AgentWatch
+from elastic_rl.host.agent.status import AGENT, AgentWatch
 from elastic_rl.host.local_cluster import Cluster
 
 _LEAVES = "the host leaves the cluster"
@@ -58,7 +58,7 @@ class JoinedHost:
                     returned = returned or self._withdraw_drain(etcd)
                     self._report("host", self._described(etcd))
                 except ElasticRLError as e:
-                    waiting.setdefault("host agent", str(e))
+                    waiting.setdefault(AGENT, str(e))
                 self._report("waiting", "; ".join(f"{name}: {why}" for name, why in sorted(waiting.items())))
                 self._pause(_POLL_S)
 

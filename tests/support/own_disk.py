@@ -14,7 +14,7 @@ _MOUNT = 'mount -t tmpfs -o size="$2" disk "$1"; echo mounted; exec sleep infini
 
 
 class OwnDisk:
-    """Of ``size`` bytes, at a folder that processes outside of ``inside`` see without what is on it."""
+    """A disk of ``size`` bytes, at a folder that processes outside of ``inside`` see without what is on it."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self._folder, self._size = folder, size

@@ -29,6 +29,7 @@ WRITE_EVERY_S = 5.0
 SILENT_AFTER_S = 30.0
 """Without a new status for so long the active agent counts as hung."""
 AGENT = "host agent"
+"""The name under which the agent's own problems are listed beside those of the services."""
 _READ_EVERY_S = 1.0
 _BLOCK_BYTES = 512
 """The unit of ``st_blocks``."""
@@ -77,7 +78,7 @@ class AgentStatus(Record):
             return None
 
 
-def said_here(cluster: Cluster) -> str:
+def reported_problems(cluster: Cluster) -> str:
     """What of a cluster, and of its job, does not run on this host and why, as its agent has said lately; "" where it
     has said nothing. The services come first: why the agent has no work is often that one of them does not run."""
     status = AgentStatus.load(cluster.paths.agent_status)

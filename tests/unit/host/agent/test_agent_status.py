@@ -14,7 +14,7 @@ import pytest
 from elastic_rl.etcd.cluster_records import RunState, ServiceStatus
 from elastic_rl.host.agent import status as status_module
 from elastic_rl.host.agent.__main__ import HostAgent
-from elastic_rl.host.agent.status import SILENT_AFTER_S, AgentStatus, said_here
+from elastic_rl.host.agent.status import SILENT_AFTER_S, AgentStatus, reported_problems
 from elastic_rl.host.paths import ClusterPaths
 
 SAID = AgentStatus(name="agent-0", pid=1, at=1.0, error="a longer error than the next one")
@@ -67,12 +67,12 @@ def test_what_was_said_lately_of_the_job_is_told(path: Path, monkeypatch: pytest
     ended = {name: ServiceStatus(state=RunState.ENDED, reason="has ended")
              for name in ("etcd-0", "agent-1", "dcs-other")}
     cluster: Any = SimpleNamespace(paths=SimpleNamespace(agent_status=path), cfg=SimpleNamespace(job="j"))
-    assert said_here(cluster) == ""
+    assert reported_problems(cluster) == ""
     SAID.replace(at=100.0, services=ended).save(path)
     told = f"etcd-0 has ended; host agent: {SAID.error}"
     for now, said in ((100.0 + SILENT_AFTER_S, told), (101.0 + SILENT_AFTER_S, ""), (10.0, "")):
         monkeypatch.setattr(status_module.time, "time", lambda now=now: now)
-        assert said_here(cluster) == said, "the wall clock may have been set back, too"
+        assert reported_problems(cluster) == said, "the wall clock may have been set back, too"
 
 
 def test_no_status_is_expected_from_an_agent_whose_disk_takes_nothing(
