@@ -152,7 +152,7 @@ _ANY_SCHEDULE = ("engine_killed", "trainer_rank_killed", "trainer_rank_stopped",
                  "driver_killed", "coordinator_killed", "dcs_killed")
 """Faults of parts that a run waits for also where its groups are generated beside its steps."""
 
-_LIGHT = ("pools", "silences", "operations", "watches")
+_LIGHT = ("pools", "silences", "operations", "watches", "programs")
 """Traffic that changes nothing that the job runs on."""
 
 # By time: beside a fault that stops nothing, a job of so many steps would end before the recovery from it.
@@ -166,7 +166,7 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("every", "a small job and every fault of one host, also those of single processes, of storage and of who "
              "has been replaced", _SMALL, minutes=20.0, count=len(_EVERY), faults=_EVERY, steps_per_minute=60.0,
              pace=Pace(3, 8, 30), pace_s=Pace(10, 12, 60),
-             traffic=("silences", "watches"), floor_answers=100),  # a fault writes the pool
+             traffic=("silences", "watches", "programs"), floor_answers=100),  # a fault writes the pool
     # The length of a step's responses, and so the time of a step, depends on what the job has learned.
     Scenario("soak", "the quick start's job for 30 minutes with a fault every 28 seconds", {}, minutes=30.0, count=64,
              faults=WEIGHTS, steps_per_minute=60.0, pace=Pace(5, 6, 60), pace_s=Pace(30, 12, 120), overlap=3,
@@ -188,7 +188,7 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
              faults={name: WEIGHTS[name] for name in ("coordinator_killed", "dcs_killed", "trainer_rank_killed",
                                                       "advantages_killed", "actor_killed", "etcd_killed")},
              steps_per_minute=25.0, pace=Pace(5, 12, 30), pace_s=Pace(20, 25, 60), floor_answers=80,
-             traffic=("scales", "silences", "drains", "registers", "restarts", "watches")),
+             traffic=("scales", "silences", "drains", "registers", "restarts", "watches", "programs")),
     Scenario("hosts", "a job that computes nothing on three test hosts, each with etcd, a coordinator and a DCS node: "
              "partitions, power cuts and bad links, while clients cordon hosts; needs root",
              {"cluster": "chaos", "coordinator.replicas": 1, "dcs.arena_bytes": 128 << 20, "etcd.follow_members_s": 2.0,

@@ -11,7 +11,7 @@ from chaos_tests.model import assignment, catalog, created, number, operation, t
 from chaos_tests.model.linearizability import Model
 
 CATALOG, TERMS, ASSIGNMENT, OPERATION = "catalog", "terms", "assignment", "operation"
-NUMBER, POOL, CREATED = "number", "pool", "created"
+NUMBER, POOL, CREATED, STREAM = "number", "pool", "created", "stream"
 
 
 @dataclass(frozen=True)
@@ -29,4 +29,5 @@ MODELS: Mapping[str, Judge] = MappingProxyType({
     NUMBER: Judge("I1", number.VersionedNumber()),
     POOL: Judge("I1", number.VersionedNumber(rewritten=True)),
     CREATED: Judge("I10", created.CreatedOnce()),
+    STREAM: Judge("I3", number.VersionedNumber()),
 })

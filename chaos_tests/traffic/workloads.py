@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from chaos_tests.event_log import EventLog
 from chaos_tests.model import models
@@ -20,6 +21,7 @@ from chaos_tests.traffic.registrations import Registrations, own_server
 from chaos_tests.traffic.traffic import Traffic
 from chaos_tests.traffic.watchers import Watcher
 from elastic_rl.coordinator.api import tls
+from elastic_rl.host.job_secrets import service_access
 
 _SELDOM_S = 60.0
 """Pause between requests that take the job some time."""
@@ -47,6 +49,11 @@ def _engines(target: Target) -> int:
     return target.cfg.rollout.engines
 
 
+def _programs(target: Target, seed: int, log: EventLog) -> Traffic:
+    from chaos_tests.traffic.stream_programs import StreamPrograms  # torch: the list of scenarios needs none
+    return StreamPrograms(partial(service_access, target.cfg, target.info.etcd_endpoints), log=log)
+
+
 WORKLOADS: Mapping[str, Workload] = {
     "pools": Workload(lambda t, seed, log: PoolSizeClients(_api(t), seed, [_engines(t)], log=log),
                       "clients read the desired number of the pool, and write the one that is there", models.POOL),
@@ -58,6 +65,8 @@ WORKLOADS: Mapping[str, Workload] = {
         "clients begin operations that change nothing, each request twice, and follow them", models.OPERATION),
     "watches": Workload(lambda t, seed, log: Watcher(t.reader, t.keys.root, log=log),
                         "a watch of all that etcd has of the job"),
+    "programs": Workload(_programs, "programs publish and pull a stream of their own on the job's checkpoint service",
+                         models.STREAM),
     "scales": Workload(lambda t, seed, log: PoolSizeClients(
         _api(t), seed, [_engines(t), _engines(t) + 1], writes=0.05, log=log),
         "clients scale the pool out by one engine, and in again", models.POOL, changes=True),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate.attribution import began, ended
 from chaos_tests.validate.replay import Transaction, is_job
 from chaos_tests.validate.running import STATUS, RecoveryBounds
+from chaos_tests.validate.times import Times
 from chaos_tests.validate.verdict import OWN_TARGETS, Checker
 from elastic_rl.etcd.job_records import ENDED_PHASES
 
@@ -115,7 +114,7 @@ class Answered(_UntilTheEnd):
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
-        away = _Times((began(fault) - 1.0, ended(fault)) for fault in self._faults
+        away = Times((began(fault) - 1.0, ended(fault)) for fault in self._faults
                       if fault.get("injected_at") is not None)
         for client in [*self._waits_since]:
             self._silent(client, self._tried[client])
@@ -141,32 +140,6 @@ class Answered(_UntilTheEnd):
         if self._of.total() < _FEWEST:
             return ""
         return f"{self._answered.total()} of {self._of.total()} operations answered while no fault was under way"
-
-
-class _Times:
-    """Times in which something was under way, which may overlap: a long run has as many faults as it has minutes, and
-    each operation of its clients is asked about. ``times``: from and to. Pure."""
-
-    def __init__(self, times: Iterable[tuple[float, float]]) -> None:
-        self._begins, self._ends = list[float](), list[float]()
-        """Of those that meet, as one, in their order."""
-        for begin, end in sorted(times):
-            if self._ends and begin <= self._ends[-1]:
-                self._ends[-1] = max(self._ends[-1], end)
-            else:
-                self._begins.append(begin)
-                self._ends.append(end)
-
-    def has(self, at: float, *, after_s: float) -> bool:
-        """Whether something was under way at a time, or so many seconds before."""
-        before = bisect_right(self._begins, at)
-        return before > 0 and at <= self._ends[before - 1] + after_s
-
-    def beside(self, since: float, until: float) -> float:
-        """How much of a time is in none of these, in seconds."""
-        first, last = bisect_right(self._ends, since), bisect_left(self._begins, until)
-        under_way = sum(min(self._ends[n], until) - max(self._begins[n], since) for n in range(first, last))
-        return max(0.0, until - since - under_way)
 
 
 CHECKERS: tuple[type[Checker], ...] = (LastSteps, Answered)

@@ -11,13 +11,15 @@ from chaos_tests.event_log import Event, Kind
 from chaos_tests.history import Operation
 from chaos_tests.model import linearizability
 from chaos_tests.model.host_spec import wanted_of_host
-from chaos_tests.model.models import MODELS, NUMBER, POOL
+from chaos_tests.model.models import MODELS, NUMBER, POOL, STREAM
 from chaos_tests.model.number import READ, WRITE
 from chaos_tests.validate.replay import Transaction, below
 from chaos_tests.validate.verdict import RUN, Checker
 from elastic_rl.etcd.keys import ClusterKeys, Keys
+from elastic_rl.etcd.records import VersionState
 
 _POOLS, _HOSTS = below(Keys("j").pools_prefix()), below(ClusterKeys("c").host_specs_prefix())
+_STREAMS = below(Keys("j").streams_prefix())
 _FIELDS = ("client", "key", "call", "argument", "began_s", "ended_s", "result")
 
 
@@ -25,7 +27,7 @@ class Histories(Checker):
     """No key has operations that cannot have happened in any order, by the rule of their model."""
 
     reads = frozenset({Kind.OPERATION})
-    keys: ClassVar[tuple[str, ...]] = (_POOLS, _HOSTS)
+    keys: ClassVar[tuple[str, ...]] = (_POOLS, _HOSTS, _STREAMS)
     lacks = "the log has no operations of clients"
 
     def __init__(self) -> None:
@@ -47,6 +49,8 @@ class Histories(Checker):
                 self._observed[POOL, pool][change.revision] = int(change.new["desired"])
             elif change.name.startswith(_HOSTS):
                 self._observed[NUMBER, change.name.removeprefix(_HOSTS)][change.revision] = wanted_of_host(change.new)
+            elif change.new.get("state") == VersionState.COMMITTED and "seed" in (meta := change.new.get("meta") or {}):
+                self._observed[STREAM, str(change.new["stream"])][int(change.new["number"])] = int(meta["seed"])
 
     def see(self, event: Event) -> None:
         name = str(event.get("model") or "")

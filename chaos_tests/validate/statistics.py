@@ -18,9 +18,9 @@ What faults have cost together whose times meet is no one's: it counts for the r
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -28,6 +28,7 @@ from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate.attribution import attributed, began, ended, is_of_fault, victims
 from chaos_tests.validate.faults import happened
 from chaos_tests.validate.replay import below, record
+from chaos_tests.validate.times import Times
 from chaos_tests.validate.training import Effective, same_weights, tolerance
 from elastic_rl.coordinator.alerts.state_machine import Phase
 from elastic_rl.etcd.keys import Keys
@@ -141,6 +142,10 @@ class Timeline:
     def happened(self) -> list[Event]:
         return sorted(filter(happened, self.faults), key=began)
 
+    @property
+    def times_of_faults(self) -> Times:
+        return Times((began(fault), ended(fault)) for fault in self.happened)
+
 
 def _bounded(value: Any) -> float | None:
     """A number with which others can be reckoned; None for what is none."""
@@ -169,11 +174,11 @@ def throughput_kept(run: Timeline, baseline: Timeline) -> float | None:
 
 
 def effective_training_time_ratio(run: Timeline) -> float | None:
-    steps, struck = run.kept, _struck(run.happened)
+    steps, faults = run.kept, run.times_of_faults
     if not steps:
         return None
-    usual = percentile([s.seconds for s in steps if not struck(s.began_at, s.ended_at)], 0.5)
-    useful = sum(min(s.seconds, usual) if usual is not None and struck(s.began_at, s.ended_at) else s.seconds
+    usual = percentile([s.seconds for s in steps if not faults.meets(s.began_at, s.ended_at)], 0.5)
+    useful = sum(min(s.seconds, usual) if usual is not None and faults.meets(s.began_at, s.ended_at) else s.seconds
                  for s in steps)
     wall_s = max(s.ended_at for s in steps) - min(s.began_at for s in run.steps)
     return min(1.0, useful / wall_s) if wall_s > 0 else None
@@ -182,8 +187,8 @@ def effective_training_time_ratio(run: Timeline) -> float | None:
 def training_lost(run: Timeline) -> list[tuple[list[Event], float]]:
     """The seconds of training that were lost to faults: to one, or to several whose times meet. One that was not
     recovered from lasts to the end of the run. Nothing where no step was made without a fault."""
-    at, struck = sorted(s.ended_at for s in run.kept), _struck(run.happened)
-    quiet = [until - since for since, until in pairwise(at) if not struck(since, until)]
+    at, times = sorted(s.ended_at for s in run.kept), run.times_of_faults
+    quiet = [until - since for since, until in pairwise(at) if not times.meets(since, until)]
     if not quiet:
         return []
     over = max(at[-1], float((run.end or {}).get("at") or 0.0))
@@ -200,17 +205,6 @@ def training_lost(run: Timeline) -> list[tuple[list[Event], float]]:
     # The mean, and not the median as above: among these are the steps after which the policy is evaluated.
     return [(faults, last - first - (bisect_right(at, last) - bisect_right(at, first)) * fmean(quiet))
             for first, last, faults in meeting]
-
-
-def _struck(faults: Sequence[Event]) -> Callable[[float, float], bool]:
-    """Whether a fault was under way between two times. ``faults``: by their begin."""
-    begins, ends = [*map(began, faults)], [*accumulate(map(ended, faults), max)]
-
-    def struck(since: float, until: float) -> bool:
-        before = bisect_left(begins, until)
-        return before > 0 and ends[before - 1] > since
-
-    return struck
 
 
 def by_fault(run: Timeline, together: Iterable[tuple[Sequence[Event], float]]) -> list[FaultKind]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from chaos_tests.event_log import Event, Kind
+from chaos_tests.validate.attribution import began, ended
 from chaos_tests.validate.replay import Transaction, below
 from chaos_tests.validate.verdict import OWN_TARGETS, RUN, TEST_HOSTS, Checker
 from elastic_rl.data.intervals import IntervalSet
@@ -369,8 +371,10 @@ class SameAsBaseline(Checker):
 
     def __init__(self) -> None:
         super().__init__()
-        self._values, self._weights = Effective(), dict[int, str]()
-        self._faults = 0
+        self._values, self._weights = Effective(), dict[int, tuple[str, float]]()
+        """Weights: step → the manifest of its version, and when that was committed."""
+        self._faults, self._after_faults = list[Event](), 0
+        """``_after_faults``: after how many of them weights were compared before the next fault."""
         self._of, self._compared = Counter[str](), Counter[str]()
         """How many steps of the baseline that both runs have done have a value, and in how many it was compared."""
 
@@ -382,7 +386,7 @@ class SameAsBaseline(Checker):
 
     def see(self, event: Event) -> None:
         if event["kind"] == Kind.FAULT:
-            self._faults += 1
+            self._faults.append(event)
         elif self._deterministic:
             self._values.add(int(event["step"]), {
                 name: hash(json.dumps(event[name], sort_keys=True)) for name in _SAME_VALUES
@@ -391,7 +395,8 @@ class SameAsBaseline(Checker):
     def transaction(self, found: Transaction) -> None:
         for change in found.changes if self._deterministic else ():
             if change.name.startswith(_VERSIONS) and change.new.get("state") == VersionState.COMMITTED:
-                self._weights[int((change.new.get("meta") or {}).get("step", -1))] = str(change.new.get("manifest"))
+                self._weights[int((change.new.get("meta") or {}).get("step", -1))] = (
+                    str(change.new.get("manifest")), found.at)
 
     def against(self, baseline: SameAsBaseline) -> None:
         if not (self._deterministic and baseline._deterministic):
@@ -403,18 +408,32 @@ class SameAsBaseline(Checker):
                 [_WEIGHTS] if step in baseline._weights.keys() & self._weights.keys() else ())])
             if differs := sorted(name for name in mine.keys() & its.keys() if mine[name] != its[name]):
                 self.violated(f"step {step} differs from that of the baseline in {', '.join(differs)}")
-        for step in sorted(self._weights.keys() & baseline._weights.keys()):
-            if self._weights[step] != baseline._weights[step]:
-                self.violated(f"the weights after step {step} are not those of the baseline: manifests "
-                              f"{self._weights[step]} and {baseline._weights[step]}")
+        both = sorted(self._weights.keys() & baseline._weights.keys())
+        for step in both:
+            mine, its = self._weights[step][0], baseline._weights[step][0]
+            if mine != its:
+                self.violated(f"the weights after step {step} are not those of the baseline: manifests {mine} and "
+                              f"{its}")
+        compared_at = sorted(self._weights[step][1] for step in both)
+        begins = sorted(map(began, self._happened))
+        for fault in self._happened:
+            following = bisect_right(begins, ended(fault))
+            until = begins[following] if following < len(begins) else math.inf
+            self._after_faults += bisect_left(compared_at, until) > bisect_right(compared_at, ended(fault))
+
+    @property
+    def _happened(self) -> list[Event]:
+        return [fault for fault in self._faults if fault.get("injected_at") is not None]
 
     def evidence(self) -> str:
         for name in {*self._of, _WEIGHTS}:
             of, compared = self._of[name], self._compared[name]
-            if not compared or of - compared > may_be_lost(of, self._faults):
+            if not compared or of - compared > may_be_lost(of, len(self._faults)):
                 return ""
+        after = (f", and after {self._after_faults} of {len(self._happened)} faults before the next one"
+                 if self._happened else "")
         return (f"{max(self._compared.values())} steps compared with the baseline, and the weights after "
-                f"{self._compared[_WEIGHTS]}")
+                f"{self._compared[_WEIGHTS]} of them{after}")
 
 
 CHECKERS: tuple[type[Checker], ...] = (

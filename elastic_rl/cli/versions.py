@@ -196,14 +196,11 @@ def access(ctx: typer.Context, target: Annotated[Path, typer.Argument(metavar="A
                "File to write, such as access.json; it has secrets, so its owner alone may read it."))],
            file: File = None) -> None:
     """Write what a program on this host needs to publish and pull versions of a job: elastic_rl.dcs.connect(ACCESS)."""
-    from elastic_rl.dcs.service_access import ServiceAccess
     from elastic_rl.errors import OutputFailed
-    from elastic_rl.host.job_secrets import dcs_security
-    from elastic_rl.host.local_host import LocalHost
+    from elastic_rl.host.job_secrets import service_access
     cluster = find_cluster(ctx, file)
     info = cluster.connect()
-    tls = LocalHost.of(cluster.paths).tls(cluster.paths)
-    found = ServiceAccess.of(cluster.here, info.etcd_endpoints, dcs_security(cluster.cfg), tls)
+    found = service_access(cluster.cfg, info.etcd_endpoints)
     try:
         found.save(target)
     except OSError as e:

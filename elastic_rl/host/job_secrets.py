@@ -8,6 +8,7 @@ from pathlib import Path
 
 from elastic_rl.config import Config
 from elastic_rl.dcs.security import Security
+from elastic_rl.dcs.service_access import ServiceAccess
 from elastic_rl.host.local_host import LocalHost
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.net.cluster_secret import ClusterSecret
@@ -23,6 +24,13 @@ def dcs_security(cfg: Config, *, required: bool = False) -> Security:
     paths = ClusterPaths.of(cfg)
     return Security.from_config(cfg, paths.secret, required=required or paths.info.exists(),
                                 tls=LocalHost.of(paths).tls(paths))
+
+
+def service_access(cfg: Config, etcd_endpoints: list[str]) -> ServiceAccess:
+    """What another program on this host needs to use the checkpoint service of a job. Raises ConfigError."""
+    paths = ClusterPaths.of(cfg)
+    host = LocalHost.of(paths)
+    return ServiceAccess.of(host.settings_here(cfg, paths.tls), etcd_endpoints, dcs_security(cfg), host.tls(paths))
 
 
 def engine_key(cfg: Config) -> str:

@@ -446,7 +446,7 @@ def test_model_finds_an_object_with_a_bug(name: str, bug: str) -> None:
 
 
 def test_every_model_is_tried() -> None:
-    assert {*OBJECTS, "catalog", "number"} == {*models.MODELS}
+    assert {*OBJECTS, "catalog", "number", "stream"} == {*models.MODELS}
 
 
 HELD = [answered("a", "acquire", None, 5, 0), answered("a", "write", [5, "x"], None, 2)]

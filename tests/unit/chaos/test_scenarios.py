@@ -12,6 +12,7 @@ import chaos_tests
 from chaos_tests import results
 from chaos_tests.faults.catalogue import FAULTS
 from chaos_tests.history import Unknown
+from chaos_tests.model import models
 from chaos_tests.scenarios import SCENARIOS
 from chaos_tests.target import own_config
 from chaos_tests.traffic import cluster_changes, pool_changes, workloads
@@ -81,7 +82,7 @@ def test_scenarios_name_traffic_that_there_is() -> None:
     assert all({"pools", "silences", "watches"} <= {*SCENARIOS[name].traffic} for name in ("quick", "drawn", "soak"))
 
 
-@pytest.mark.parametrize("name", [name for name in WORKLOADS if WORKLOADS[name].model])
+@pytest.mark.parametrize("name", [name for name in WORKLOADS if WORKLOADS[name].model not in ("", models.STREAM)])
 def test_what_clients_do_is_of_the_model_that_their_traffic_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unanswered(*_: Any, **__: Any) -> Any:
         raise Unknown

@@ -8,21 +8,24 @@ import random
 import pytest
 
 from chaos_tests.event_log import Kind
-from chaos_tests.validate.ending import Answered, _Times
+from chaos_tests.validate.ending import Answered
 from chaos_tests.validate.judge import show
+from chaos_tests.validate.times import Times
 
 
 def test_overlapping_times_are_one() -> None:
     chance = random.Random(5)
     for _ in range(50):
         times = [(begin, begin + chance.choice((0, 1, 5, 40))) for begin in chance.choices(range(100), k=8)]
-        away = _Times(times)
+        away = Times(times)
         inside = [any(begin <= at < end for begin, end in times) for at in range(200)]
         for at in range(0, 150, 7):
             assert away.has(at, after_s=3.0) == any(begin <= at <= end + 3.0 for begin, end in times)
             assert away.beside(at, at + 50) == 50 - sum(inside[at:at + 50])
-    assert _Times([]).beside(2.0, 5.0) == 3.0 and not _Times([]).has(2.0, after_s=9.0)
-    assert _Times([(3.0, float("inf"))]).beside(0.0, 9.0) == 3.0
+            for until in (at, at + 1, at + 30):
+                assert away.meets(at, until) == any(begin < until and end > at for begin, end in times)
+    assert Times([]).beside(2.0, 5.0) == 3.0 and not Times([]).has(2.0, after_s=9.0)
+    assert Times([(3.0, float("inf"))]).beside(0.0, 9.0) == 3.0
 
 
 @pytest.mark.timeout(60)

@@ -375,6 +375,7 @@ def test_deterministic_run_is_compared_with_its_baseline() -> None:
     base = deterministic(faults=False)
     same = verdicts(deterministic(), base)
     assert same["I7"].state is State.KEPT and f"{STEPS} steps" in same["I7"].evidence
+    assert "after 2 of 2 faults before the next one" in same["I7"].evidence
 
     def without_steps_of_versions(records: list[Record]) -> None:
         for record in of_kind(records, Kind.CHANGE):
