@@ -19,8 +19,10 @@ from elastic_rl.host import cluster_settings, kept_state
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.report.build import read_for_build
 
-STREAMS = (Stream.POLICY, Stream.TRAINER_STATE)
-"""A job is exported and resumed from the heads of these streams."""
+OF_PROGRAMS = "chaos"
+"""The stream of the programs beside the job (``chaos_tests.traffic.stream_programs``)."""
+STREAMS = (Stream.POLICY, Stream.TRAINER_STATE, OF_PROGRAMS)
+"""A job is exported and resumed from the heads of the first two."""
 
 
 def heads(etcd: EtcdClient, keys: Keys) -> list[Version]:

@@ -195,7 +195,7 @@ class _Run:
         self._log, self._aborts, self._limits, self._say = event_log, aborts, limits, say
         self._sampler = Sampler(target.cluster, target.reader, target.api)
         self._traffic, self._changing = list[Traffic](), list[Traffic]()
-        """What clients do: to the end, and what changes what the job runs on."""
+        """What clients do: to the end, and until the job is stopped (``Workload.changes``)."""
         self._presence, self._lock = Presence(), threading.Lock()
         self._problems = list[str]()
         self._alerts = dict[str, float]()

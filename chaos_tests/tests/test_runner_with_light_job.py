@@ -46,9 +46,9 @@ def test_run_on_an_own_cluster_is_struck_watched_and_judged(tmp_path: Path, monk
     assert end["phase"] == "finished" and end["committed_steps"] == [*range(1, STEPS + 1)] and not end["problems"]
     assert end["report"]["steps"] == STEPS and end["alerts"], "what etcd and the run's folder have at the end"
     assert end["refused"].startswith("seed was 1 and is now 2: "), "whoever would resume the job with another seed"
-    [head] = end["kept"]["versions"]
-    assert (end["kept"]["lacks"], end["kept"]["steps"], head["stream"], head["lost"]) == ([], STEPS, "policy", 0)
-    assert head["chunks"] > 1, "with its manifest"
+    heads = {head["stream"]: head for head in end["kept"]["versions"]}
+    assert (end["kept"]["lacks"], end["kept"]["steps"], [*heads]) == ([], STEPS, ["policy", "chaos"])
+    assert all(head["chunks"] > 1 and not head["lost"] for head in heads.values()), "with its manifest"
     written = Counter(event["kind"] for event in read(folder / LOG))
     assert end["records"] == {kind: count for kind, count in written.items() if kind not in (Kind.RUN, Kind.END)}
     assert written.keys() >= {*Kind} - {

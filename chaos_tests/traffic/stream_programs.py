@@ -10,6 +10,7 @@ from functools import partial
 
 from chaos_tests.event_log import EventLog
 from chaos_tests.history import Recorder
+from chaos_tests.kept_job import OF_PROGRAMS
 from chaos_tests.model.models import STREAM
 from chaos_tests.model.number import READ, WRITE
 from chaos_tests.traffic.dcs import content, is_whole
@@ -18,8 +19,6 @@ from elastic_rl import dcs
 from elastic_rl.dcs.service_access import ServiceAccess
 from elastic_rl.errors import ElasticRLError, Fenced
 
-NAME = "chaos"
-"""Of the stream."""
 Act = Callable[[dcs.CheckpointService, str], None]
 """What a program does again and again, by its name."""
 TORN = -1
@@ -58,11 +57,11 @@ class StreamPrograms(Traffic):
 
     def _publish(self, service: dcs.CheckpointService, name: str) -> None:
         seed = next(self._seeds)
-        with call(self.recorder, name, NAME, WRITE, seed, model=STREAM) as answer:
-            answer.is_((seed, service.publish(NAME, content(seed), meta={"seed": seed}).number))
+        with call(self.recorder, name, OF_PROGRAMS, WRITE, seed, model=STREAM) as answer:
+            answer.is_((seed, service.publish(OF_PROGRAMS, content(seed), meta={"seed": seed}).number))
 
     def _pull(self, service: dcs.CheckpointService, name: str) -> None:
-        with call(self.recorder, name, NAME, READ, model=STREAM) as answer:
-            pulled = service.pull(NAME)
+        with call(self.recorder, name, OF_PROGRAMS, READ, model=STREAM) as answer:
+            pulled = service.pull(OF_PROGRAMS)
             seed = int(pulled.version.meta["seed"])
             answer.is_((seed if is_whole(seed, pulled.tensors) else TORN, pulled.version.number))

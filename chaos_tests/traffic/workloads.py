@@ -35,8 +35,8 @@ class Workload:
     model: str = ""
     """The sequential model that judges what its clients do; "" where they do nothing that has one."""
     changes: bool = False
-    """Whether it changes what the job runs on: it then begins with the job's first step, as a job that has not begun is
-    only kept from it."""
+    """Whether it changes what the job runs on, or has something of its own there: it then begins with the job's first
+    step, as a job that has not begun is only kept from it, and ends before the job is stopped."""
 
 
 def _api(target: Target) -> ApiTarget:
@@ -66,7 +66,7 @@ WORKLOADS: Mapping[str, Workload] = {
     "watches": Workload(lambda t, seed, log: Watcher(t.reader, t.keys.root, log=log),
                         "a watch of all that etcd has of the job"),
     "programs": Workload(_programs, "programs publish and pull a stream of their own on the job's checkpoint service",
-                         models.STREAM),
+                         models.STREAM, changes=True),
     "scales": Workload(lambda t, seed, log: PoolSizeClients(
         _api(t), seed, [_engines(t), _engines(t) + 1], writes=0.05, log=log),
         "clients scale the pool out by one engine, and in again", models.POOL, changes=True),
