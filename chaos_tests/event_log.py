@@ -32,8 +32,8 @@ class Kind(StrEnum):
     ``recovery_s`` (after which it gives a recovery up; records of earlier releases have none: 900),
     ``settings`` (of the job, without secrets), ``versions`` (package → version), ``commit``, ``baseline`` (whether it
     is the fault-free run), ``traffic`` (its names in ``chaos_tests.traffic.workloads``), ``floor`` (the least that
-    makes it worth something: ``steps`` before the first fault, ``answers`` of clients), ``must_see`` (rules that must
-    not be unseen in it)."""
+    makes it worth something: ``steps`` before the first fault, ``answers`` of clients, and, by the name of each model
+    that judges what they do, how many of these), ``must_see`` (rules that must not be unseen in it)."""
     FAULT = "fault"
     """A planned fault, once it is over or given up. ``name``, ``step``, ``target``, ``state`` (of the victim then),
     ``witness`` ("" when it was not seen to happen), ``injected_at`` (when it struck), ``detected_at``,

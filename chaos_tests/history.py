@@ -43,8 +43,8 @@ class Refused(Exception):
 
 
 class Unanswered(Refused):
-    """A call that certainly had no effect, since nobody was there who could answer it: it is left out of the history,
-    and the log has it as a try."""
+    """A call that certainly had no effect, since nobody answered it, or nobody could do it: it is left out of the
+    history, and the log has it as a try."""
 
 
 class Unknown(Exception):

@@ -35,7 +35,7 @@ from chaos_tests.target import Target, own_cluster, own_config, run_dir_of
 from chaos_tests.target_hosts import hosts_cluster, receiver_address
 from chaos_tests.traffic.traffic import Traffic
 from chaos_tests.traffic.watchers import Watcher
-from chaos_tests.traffic.workloads import WORKLOADS
+from chaos_tests.traffic.workloads import WORKLOADS, During
 from chaos_tests.validate.growth import FEWEST_STEPS
 from chaos_tests.validate.running import RECOVERY_S, Presence
 from chaos_tests.validate.verdict import OWN_TARGETS
@@ -179,7 +179,8 @@ def _log_of(folder: Path, schedule: Schedule, cfg: Config, target: str, limits: 
             versions=versions(), commit=commit(), traffic=[*traffic],
             must_see=must_see(schedule, own=target in OWN_TARGETS,
                               compared=cfg.deterministic and (folder / BASELINE).exists()),
-            floor={"steps": scenario.floor_steps, **({"answers": scenario.floor_answers} if traffic else {})})
+            floor={"steps": scenario.floor_steps, **({"answers": scenario.floor_answers} if traffic else {}),
+                   **{model: 1 for name in traffic if (model := WORKLOADS[name].model)}})
         yield event_log
     finally:
         event_log.close()
@@ -194,8 +195,8 @@ class _Run:
         self._target, self._scenario, self._schedule, self._folder = target, scenario, schedule, folder
         self._log, self._aborts, self._limits, self._say = event_log, aborts, limits, say
         self._sampler = Sampler(target.cluster, target.reader, target.api)
-        self._traffic, self._changing = list[Traffic](), list[Traffic]()
-        """What clients do: to the end, and until the job is stopped (``Workload.changes``)."""
+        self._traffic: dict[During, list[Traffic]] = {during: [] for during in During}
+        """What clients do."""
         self._presence, self._lock = Presence(), threading.Lock()
         self._problems = list[str]()
         self._alerts = dict[str, float]()
@@ -219,14 +220,16 @@ class _Run:
             (steps.poll, _POLL_S), (EventCopier(target, self._log).poll, _POLL_S), *samples)]
         mark: int | None = None
         try:
-            self._begin_traffic(changes=False)
+            self._begin_traffic(During.RUN)
             self._inject(steps)
-            self._end_changes()
+            self._end_traffic(During.FAULTS)
             if target.own and not self._over():
                 self._await_return(steps)
+                self._end_traffic(During.JOB)
                 self._say("stopping the job")
                 with suppress(EtcdUnavailable):  # the job then ends with the cluster
                     target.stop_job()
+            self._end_traffic(During.JOB)
             self._await_alerts()
             if target.own and self._over():
                 self._await_leases()
@@ -234,9 +237,8 @@ class _Run:
             if end["committed_steps"] is not None:
                 mark = _answered(self._mark, time.monotonic())
         finally:
-            self._end_changes()
-            for traffic in self._traffic:
-                self._finish(partial(_end_traffic, traffic, mark))
+            for during in reversed(During):
+                self._end_traffic(during, mark)
             for poller in pollers:
                 self._finish(poller.close)
             self._finish(partial(_end_observer, observer, mark))
@@ -251,12 +253,13 @@ class _Run:
         clock = target.reader.get(target.cluster_keys.leader_clock())
         return clock.mod_revision if clock is not None else None
 
-    def _end_changes(self) -> None:
-        """What clients change may leave the job short of something for a moment."""
-        if self._changing:
+    def _end_traffic(self, during: During, mark: int | None = None) -> None:
+        """``mark``: revision of the last change of the run; None where it is not known."""
+        traffic = self._traffic[during]
+        if traffic and during is During.FAULTS:
             self._say("waiting for the clients to end what they change")
-        while self._changing:
-            self._finish(self._changing.pop().close)
+        while traffic:
+            self._finish(partial(_end, traffic.pop(), mark))
 
     def _finish(self, finish: Callable[[], None]) -> None:
         """Ends a part of the run. Whatever comes of it, the rest is worth judging."""
@@ -283,13 +286,12 @@ class _Run:
                 self._say(f"waiting for {'; '.join(short) or 'a further step'}")
             self._aborts.wait(_POLL_S)
 
-    def _begin_traffic(self, *, changes: bool) -> None:
-        """Begins what goes on on a cluster of the run's own: others may not have what it does to theirs. ``changes``:
-        as of ``Workload``."""
+    def _begin_traffic(self, *during: During) -> None:
+        """Begins what goes on on a cluster of the run's own: others may not have what it does to theirs."""
         for n, name in enumerate(self._scenario.traffic if self._target.own else ()):
-            if WORKLOADS[name].changes == changes:
-                traffic = WORKLOADS[name].make(self._target, self._schedule.seed + n, self._log).start()
-                (self._changing if changes else self._traffic).append(traffic)
+            if (workload := WORKLOADS[name]).during in during:
+                self._traffic[workload.during].append(
+                    workload.make(self._target, self._schedule.seed + n, self._log).start())
 
     def _inject(self, steps: StepCopier) -> None:
         """Returns when the run is to end, with all undone that faults have left."""
@@ -342,7 +344,7 @@ class _Run:
                 return
             if began_s is None and steps.newest:
                 began_s = time.monotonic()
-                self._begin_traffic(changes=True)
+                self._begin_traffic(During.JOB, During.FAULTS)
             if steps.newest != newest or injector.under_way:
                 newest, progress_s = steps.newest, time.monotonic()
             if self._target.own and time.monotonic() > progress_s + self._limits.recovery_s:
@@ -430,8 +432,8 @@ def _answered(read: Callable[[], T], until: float) -> T | None:
         return None
 
 
-def _end_traffic(traffic: Traffic, mark: int | None) -> None:
-    """``mark``: revision of the last change of the run; None where it is not known."""
+def _end(traffic: Traffic, mark: int | None) -> None:
+    """``mark``: as of ``_Run._end_traffic``."""
     try:
         if mark is not None and isinstance(traffic, Watcher):
             traffic.await_revision(mark)

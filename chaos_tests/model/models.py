@@ -29,5 +29,5 @@ MODELS: Mapping[str, Judge] = MappingProxyType({
     NUMBER: Judge("I1", number.VersionedNumber()),
     POOL: Judge("I1", number.VersionedNumber(rewritten=True)),
     CREATED: Judge("I10", created.CreatedOnce()),
-    STREAM: Judge("I3", number.VersionedNumber()),
+    STREAM: Judge("I3", number.VersionedNumber(number.NONE)),
 })

@@ -1,4 +1,5 @@
-"""A number with a revision that clients read and change: the desired engines of a pool, as the admin API shows them."""
+"""A number with a revision that clients read and change: the desired engines of a pool, as the admin API shows them, or
+what the head of a stream was made of, whose revision is the number of its version."""
 
 from __future__ import annotations
 
@@ -25,6 +26,8 @@ class State:
 
 UNSEEN = State(0, -1, exact=False, seen=False)
 """Its revision may be 0: of what nobody has written yet."""
+NONE = State(0, 0)
+"""Nobody has written it yet."""
 
 
 @dataclass(frozen=True)

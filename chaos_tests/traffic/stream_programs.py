@@ -17,7 +17,7 @@ from chaos_tests.traffic.dcs import content, is_whole
 from chaos_tests.traffic.traffic import Traffic, call
 from elastic_rl import dcs
 from elastic_rl.dcs.service_access import ServiceAccess
-from elastic_rl.errors import ElasticRLError, Fenced
+from elastic_rl.errors import ElasticRLError, Fenced, VersionNotFound
 
 Act = Callable[[dcs.CheckpointService, str], None]
 """What a program does again and again, by its name."""
@@ -28,7 +28,8 @@ TORN = -1
 class StreamPrograms(Traffic):
     """One publishes, and two pull the head. What a version has follows from the seed in its record. To the model of a
     stream, which is that of a number with a revision, a publish writes the seed and a pull reads it; the number of the
-    version is the revision. A program that is fenced, as by a driver that takes over, ends and is started again."""
+    version is the revision, and both are 0 where there is no version. A program that is fenced, as by a driver that
+    takes over, ends and is started again, and so is one that cannot begin."""
 
     def __init__(self, access: Callable[[], ServiceAccess], *, pause_s: float = 2.0, log: EventLog | None = None,
                  recorder: Recorder | None = None) -> None:
@@ -41,8 +42,8 @@ class StreamPrograms(Traffic):
                 *(partial(self._program, self._pull, f"puller-{n}") for n in range(2))]
 
     def _program(self, act: Act, name: str) -> None:
-        while not self.stopping:
-            with dcs.connect(self._access()) as service, suppress(Fenced):
+        while not self.pause(self._pause_s):
+            with suppress(ElasticRLError), dcs.connect(self._access()) as service:
                 while not self.pause(self._pause_s):
                     self._try(act, service, name)
 
@@ -62,6 +63,10 @@ class StreamPrograms(Traffic):
 
     def _pull(self, service: dcs.CheckpointService, name: str) -> None:
         with call(self.recorder, name, OF_PROGRAMS, READ, model=STREAM) as answer:
-            pulled = service.pull(OF_PROGRAMS)
+            try:
+                pulled = service.pull(OF_PROGRAMS)
+            except VersionNotFound:
+                answer.is_((0, 0))
+                return
             seed = int(pulled.version.meta["seed"])
             answer.is_((seed if is_whole(seed, pulled.tensors) else TORN, pulled.version.number))

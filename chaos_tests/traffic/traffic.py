@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from typing import Self
 
 from chaos_tests.event_log import EventLog
-from chaos_tests.history import Answer, Recorder, Refused, Unanswered, Unknown
-from elastic_rl.errors import Conflict, DeadlineExceeded, ElasticRLError, Fenced, OutcomeUnknown, VersionNotFound
+from chaos_tests.history import Answer, Recorder, Unanswered, Unknown
+from elastic_rl.errors import DeadlineExceeded, ElasticRLError, OutcomeUnknown
 from elastic_rl.runtime.waiting import wait_until
 
 _MORE_S = 300.0
 _JOIN_S = 60.0
-_ANSWERS = (Conflict, Fenced, VersionNotFound)
 
 
 class Traffic(ABC):
@@ -98,8 +97,8 @@ class Traffic(ABC):
 def call(recorder: Recorder, client: str, key: str, what: str, argument: object = None, *, model: str
          ) -> Iterator[Answer]:
     """``Recorder.operation`` for a call of this project's clients, by the errors that they raise: only of
-    OutcomeUnknown it is unknown whether the call had its effect. Some are answers; all others say that there was none.
-    The error leaves the block."""
+    OutcomeUnknown it is unknown whether the call had its effect; after any other one that is no answer, the call was
+    not served. The error leaves the block."""
     raised: ElasticRLError | None = None
     with recorder.operation(client, key, what, argument, model=model) as answer:
         try:
@@ -110,7 +109,7 @@ def call(recorder: Recorder, client: str, key: str, what: str, argument: object 
         except ElasticRLError as e:
             if not answer.known:
                 raised = e
-                raise (Refused if isinstance(e, _ANSWERS) else Unanswered) from e
+                raise Unanswered from e
             raised = e
     if raised is not None:
         raise raised

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 
 from chaos_tests.event_log import EventLog
@@ -27,6 +28,18 @@ _SELDOM_S = 60.0
 """Pause between requests that take the job some time."""
 
 
+class During(StrEnum):
+    """How long traffic goes on."""
+
+    RUN = "run"
+    """From the begin of the run to its end."""
+    JOB = "job"
+    """It has something of its own beside the job: from the job's first step until the job is about to be stopped."""
+    FAULTS = "faults"
+    """It changes what the job runs on, and may leave it short of something for a moment: from the job's first step, as
+    a job that has not begun is only kept from it, until the last fault is over."""
+
+
 @dataclass(frozen=True)
 class Workload:
     make: Callable[[Target, int, EventLog], Traffic]
@@ -34,9 +47,7 @@ class Workload:
     what: str
     model: str = ""
     """The sequential model that judges what its clients do; "" where they do nothing that has one."""
-    changes: bool = False
-    """Whether it changes what the job runs on, or has something of its own there: it then begins with the job's first
-    step, as a job that has not begun is only kept from it, and ends before the job is stopped."""
+    during: During = During.RUN
 
 
 def _api(target: Target) -> ApiTarget:
@@ -66,19 +77,19 @@ WORKLOADS: Mapping[str, Workload] = {
     "watches": Workload(lambda t, seed, log: Watcher(t.reader, t.keys.root, log=log),
                         "a watch of all that etcd has of the job"),
     "programs": Workload(_programs, "programs publish and pull a stream of their own on the job's checkpoint service",
-                         models.STREAM, changes=True),
+                         models.STREAM, During.JOB),
     "scales": Workload(lambda t, seed, log: PoolSizeClients(
         _api(t), seed, [_engines(t), _engines(t) + 1], writes=0.05, log=log),
-        "clients scale the pool out by one engine, and in again", models.POOL, changes=True),
+        "clients scale the pool out by one engine, and in again", models.POOL, During.FAULTS),
     "hosts": Workload(lambda t, seed, log: HostSpecs(_api(t), seed, log=log),
-                      "clients cordon test hosts, and have them used again", models.NUMBER, changes=True),
+                      "clients cordon test hosts, and have them used again", models.NUMBER, During.FAULTS),
     "drains": Workload(lambda t, seed, log: Requests(
         _api(t), seed, "engines/{engine}/drain", {"replace": True}, pause_s=_SELDOM_S, log=log),
-        "clients have engines replaced", models.OPERATION, changes=True),
+        "clients have engines replaced", models.OPERATION, During.FAULTS),
     "registers": Workload(lambda t, seed, log: Registrations(_api(t), seed, lambda: own_server(t.cfg), log=log),
                           "a client registers a server of its own as an engine, and takes it out again",
-                          models.OPERATION, changes=True),
+                          models.OPERATION, During.FAULTS),
     "restarts": Workload(lambda t, seed, log: Requests(
         _api(t), seed, "restarts", {"target": "driver", "reason": "chaos"}, pause_s=_SELDOM_S, log=log),
-        "clients have the driver restarted", models.OPERATION, changes=True),
+        "clients have the driver restarted", models.OPERATION, During.FAULTS),
 }

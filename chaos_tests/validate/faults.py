@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.faults.catalogue import FAULTS, Part
+from chaos_tests.model.models import MODELS
 from chaos_tests.validate.attribution import (
     AFTER_S,
     NOT_OF_FAULTS,
@@ -98,8 +99,9 @@ class WorthSomething(FaultChecker):
         super().__init__()
         self._steps = list[tuple[float, int]]()
         """When each step was done first."""
-        self._newest_step, self._compared, self._comparable, self._answers = 0, 0, 0, 0
-        self._records = Counter[str]()
+        self._newest_step, self._compared, self._comparable = 0, 0, 0
+        self._records, self._answers = Counter[str](), Counter[str]()
+        """``_answers``: of clients, by the model that judges them."""
 
     def transaction(self, found: Transaction) -> None:
         self._records[Kind.CHANGE] += len(found.changes)
@@ -113,7 +115,7 @@ class WorthSomething(FaultChecker):
 
     def other(self, event: Event) -> None:
         if event["kind"] == Kind.OPERATION:
-            self._answers += event.get("ended_s") is not None
+            self._answers[str(event.get("model"))] += event.get("ended_s") is not None
         if event["kind"] != Kind.STEP:
             return
         self._compared += same_weights(event)
@@ -162,8 +164,11 @@ class WorthSomething(FaultChecker):
             done = sum(at < began(first) for at, _ in self._steps)
             if done < floor["steps"]:
                 self.violated(f"{done} steps were done before the first fault, below {floor['steps']}", first)
-        if self._answers < floor.get("answers", 0):
-            self.violated(f"clients had {self._answers} answers, below {floor['answers']}")
+        if self._answers.total() < floor.get("answers", 0):
+            self.violated(f"clients had {self._answers.total()} answers, below {floor['answers']}")
+        for model, least in floor.items():
+            if model in MODELS and self._answers[model] < least:
+                self.violated(f"clients of {model} had {self._answers[model]} answers, below {least}")
 
     def against(self, baseline: WorthSomething) -> None:
         if not baseline.run.get("baseline"):

@@ -68,6 +68,11 @@ class Histories(Checker):
                                                     for operation in violation.stuck))
             except linearizability.Undecided as e:
                 self.violated(f"the history of {name} is not decided: {e}", rule=RUN)
+        for operation in self._by_model.get(STREAM, ()) if not self._gaps else ():
+            seen = self._observed.get((STREAM, operation.key))
+            if seen and operation.ended_s is not None and (number := operation.result[1]) and number not in seen:
+                self.violated(f"{operation.client} was told of version {number} of {operation.key}, which etcd never "
+                              "had", {"kind": Kind.OPERATION.value, "model": STREAM, **asdict(operation)})
 
     def _possible(self, model: str, history: Sequence[Operation]) -> list[Operation]:
         """The history without the unknown writes of a number that never happened."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from chaos_tests.event_log import Event, Kind
+from chaos_tests.kept_job import STREAMS
 from chaos_tests.validate.replay import KeyChange, Replay, Store, Transaction, below, is_job
 from chaos_tests.validate.verdict import OWN_TARGETS, Checker
 from elastic_rl.etcd.job_records import ENDED_PHASES
@@ -24,7 +25,7 @@ OPERATIONS, _ENGINES = below(_JOB.operations_prefix()), below(_JOB.engines_prefi
 _STREAMS, _HEAD = below(_JOB.streams_prefix()), "/head"
 _SETS, _CATALOG = below(_JOB.replica_sets_prefix("")).rstrip("/") + "/", below(_JOB.dcs_catalog())
 _OF_SETS = re.compile(re.escape(_SETS) + r"([^/]+)/(\d+)")
-_KEPT_HEADS = {below(_JOB.stream_head(stream)): stream for stream in ("policy", "trainer_state")}
+_KEPT_HEADS = {below(_JOB.stream_head(stream)): stream for stream in STREAMS}
 _DAMAGES_CHUNKS = ("chunks_torn", "chunk_bits_flipped")
 """Faults that damage on purpose what is on the disk of a node: of what is lost so, another copy was used, or made."""
 _LEAST_S = 30.0

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.validate.attribution import began, ended
 from chaos_tests.validate.replay import Transaction, below
+from chaos_tests.validate.times import Times
 from chaos_tests.validate.verdict import OWN_TARGETS, RUN, TEST_HOSTS, Checker
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.etcd.keys import Keys
@@ -414,7 +415,8 @@ class SameAsBaseline(Checker):
             if mine != its:
                 self.violated(f"the weights after step {step} are not those of the baseline: manifests {mine} and "
                               f"{its}")
-        compared_at = sorted(self._weights[step][1] for step in both)
+        times = Times((began(fault), ended(fault)) for fault in self._happened)
+        compared_at = sorted(at for step in both if not times.has(at := self._weights[step][1]))
         begins = sorted(map(began, self._happened))
         for fault in self._happened:
             following = bisect_right(begins, ended(fault))

@@ -43,7 +43,7 @@ def stored(folder: Path, data: bytes) -> str:
 
 @pytest.fixture
 def job(tmp_path: Path) -> tuple[Config, list[Version]]:
-    """A job on a cluster of its own that is down: its settings, and the heads of its two streams."""
+    """A job on a cluster of its own that is down: its settings, and the heads of its streams."""
     cfg = config.parse({"job": "j", "run_dir": str(tmp_path)})
     paths = JobPaths.of(cfg)
     (ClusterPaths.of(cfg).etcd / "member").mkdir(parents=True)
@@ -72,7 +72,7 @@ def test_job_that_is_whole_lacks_nothing(job: tuple[Config, list[Version]]) -> N
     found = kept_job.on_disk(*job)
     assert found == {"lacks": [], "steps": 2, "versions": [
         {"stream": stream, "number": number, "created_at": 5.0, "chunks": 4, "lost": 0}
-        for number, stream in ((1, "policy"), (2, "trainer_state"))]}
+        for number, stream in ((1, "policy"), (2, "trainer_state"), (3, "chaos"))]}
 
 
 @pytest.mark.parametrize(("edit", "lost"), [
@@ -84,7 +84,7 @@ def test_job_that_is_whole_lacks_nothing(job: tuple[Config, list[Version]]) -> N
     ids=["a chunk is gone", "a chunk is torn", "the manifest is gone", "the manifest is damaged", "two are gone"])
 def test_chunks_that_are_not_whole_are_counted(job: tuple[Config, list[Version]], edit: Edit, lost: int) -> None:
     edit(*job)
-    assert [version["lost"] for version in kept_job.on_disk(*job)["versions"]] == [0, lost]
+    assert [version["lost"] for version in kept_job.on_disk(*job)["versions"]] == [0, lost, 0]
 
 
 @pytest.mark.parametrize(("edit", "lacks"), [

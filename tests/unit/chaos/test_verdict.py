@@ -153,6 +153,7 @@ def test_sound_run_breaks_no_rule_and_leaves_those_unseen_that_it_has_no_evidenc
     (fault(witness="", problem="no engine was ready"), "run"),
     (lambda r: r[0].update(floor={"steps": 5}), "run"),
     (lambda r: r[0].update(floor={"answers": 1}), "run"),
+    (lambda r: r[0].update(floor={"number": 10**6}), "run"),
     (lambda r: r.pop(), "run"),
     (lambda r: end(r).update(aborted="an operator"), "run"),
     (lambda r: [s.update(logprob_diff_max=None) for s in of_kind(r, Kind.STEP)], "run"),
@@ -376,6 +377,18 @@ def test_deterministic_run_is_compared_with_its_baseline() -> None:
     same = verdicts(deterministic(), base)
     assert same["I7"].state is State.KEPT and f"{STEPS} steps" in same["I7"].evidence
     assert "after 2 of 2 faults before the next one" in same["I7"].evidence
+
+    def second_at_once(records: list[Record]) -> None:
+        first, second = of_kind(records, Kind.FAULT)
+        second["injected_at"] = first["healed_at"] + 1e-3
+
+    assert "after 1 of 2 faults" in verdicts(deterministic(second_at_once), base)["I7"].evidence
+
+    def under_way_together(records: list[Record]) -> None:
+        first, second = of_kind(records, Kind.FAULT)
+        first["injected_at"], first["healed_at"] = second["injected_at"] - 1, second["healed_at"] + 1000
+
+    assert "after 0 of 2 faults" in verdicts(deterministic(under_way_together), base)["I7"].evidence
 
     def without_steps_of_versions(records: list[Record]) -> None:
         for record in of_kind(records, Kind.CHANGE):
