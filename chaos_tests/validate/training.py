@@ -391,7 +391,7 @@ class SameAsBaseline(Checker):
         elif self._deterministic:
             self._values.add(int(event["step"]), {
                 name: hash(json.dumps(event[name], sort_keys=True)) for name in _SAME_VALUES
-                if event.get(name) is not None})
+                if event.get(name) not in (None, {})})
 
     def transaction(self, found: Transaction) -> None:
         for change in found.changes if self._deterministic else ():

@@ -441,8 +441,8 @@ class TrainerGroup:
         return bool(away)
 
     def _form(self, plan: formation.Plan, hosts: RayHosts) -> bool:
-        """Writes the formation; from then on what the ranks of earlier ones publish is refused. Returns whether it is
-        written."""
+        """Writes the formation; from then on what the ranks of earlier ones publish is refused, and nobody meets any
+        more where the agents of those that were killed have met. Returns whether it is written."""
         key = self.ctx.keys.formation(self.name)
         alone = plan.ranks.keys() == {self._own_host}
         addresses = {host: node.address for host, node in hosts.nodes.items()}
@@ -453,13 +453,13 @@ class TrainerGroup:
         if self._unreadable:
             return False
         version = found.version if found else 0
-        guard, put = Compare.version(key, "==", version), Op.put(key, record.encode())
+        guard, ops = Compare.version(key, "==", version), [Op.put(key, record.encode()), self._forget_rendezvous()]
         text = _some([f"{counted(ranks, 'rank')} on {host}" for host, ranks in plan.ranks.items()])
-        written = self._writer([guard], [put]) if not record.reason else self._writer.emit(
+        written = self._writer([guard], ops) if not record.reason else self._writer.emit(
             event_kinds.TRAINER_GROUP_EVENTS[self.name].reformed, self.name,
             f"{record.reason}: the group {self.name} has {counted(plan.data_parallel, 'replica')} of the model now, "
             f"{text}",
-            severity=Severity.WARNING, compares=[guard], ops=[put], formation=version + 1)
+            severity=Severity.WARNING, compares=[guard], ops=ops, formation=version + 1)
         if written:
             self._formation, self._number, self._change = record, version + 1, ""
         return bool(written)
@@ -501,13 +501,18 @@ class TrainerGroup:
 
     def close(self) -> None:
         """Ends the agents and their ranks, for the end of the compute plane."""
-        if not self._placed:
-            return
-        stop_all(self._placed.values(), timeout_s=_STOP_TIMEOUT_S)
-        self._remove()
-        self._left_files.remove()
-        with contextlib.suppress(EtcdUnavailable):
-            self._deregister()
+        if placed := [*self._placed.values()]:
+            stop_all(placed, timeout_s=_STOP_TIMEOUT_S)
+            self._remove()
+            self._left_files.remove()
+        with contextlib.suppress(EtcdUnavailable, Fenced):
+            if placed:
+                self._deregister()
+            self._writer.write(self._forget_rendezvous())
+
+    def _forget_rendezvous(self) -> Op:
+        """For where no agent meets any more: one that ended cleanly has left nothing there."""
+        return Op.delete_prefix(self.ctx.keys.rendezvous_of_group(self.name))
 
 
 def _some(texts: Collection[str]) -> str:

@@ -467,3 +467,7 @@ class Keys(LeaderKeys):
     # -- torch elastic ------------------------------------------------------------------------------------------
     def rendezvous_prefix(self) -> str:
         return f"{self.root}rendezvous/"
+
+    def rendezvous_of_group(self, group: str) -> str:
+        """Prefix of where the agents of a trainer group meet, in each of its formations."""
+        return f"{self.rendezvous_prefix()}{group}-"

@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 BACKEND = "elastic-rl-etcd3"
 _STATE_TTL_S = 2 * 3600
-"""Keys of agents that were killed expire after this; an agent that ends cleanly deletes its keys at once."""
+"""Keys of agents that were killed expire after this, where no driver has deleted them before (``TrainerGroup``); an
+agent that ends cleanly deletes its keys at once."""
 
 
 class _Lease:

@@ -83,6 +83,25 @@ def test_stacks_of_a_group_are_reported_as_its_own(group: TrainerGroup, tmp_path
     assert (said.kind, said.subject, said.data["file"]) == ("trainer.stacks", "trainer", str(tmp_path / "stacks.txt"))
 
 
+def test_keys_that_killed_agents_leave_go_with_the_next_formation_and_with_the_group(
+        group: TrainerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    etcd, keys = group.etcd, group.ctx.keys
+    group.reconcile()
+    first, kept = (f"{keys.rendezvous_prefix()}{run}/state" for run in ("trainer-1-1", "critic-1-1"))
+    for key in (first, kept):
+        etcd.put(key, b"met")
+    StandInActor.made[0].is_over = True
+    group.reconcile()
+    assert etcd.get(first) is not None, "no other agents are to meet yet"
+    group._budget = type(group._budget)()
+    group.reconcile()
+    assert len(StandInActor.made) == 2 and etcd.get(first) is None
+    etcd.put(second := f"{keys.rendezvous_of_group(ACTOR.name)}1-2/state", b"met")
+    monkeypatch.setattr(trainer_group, "stop_all", lambda actors, *, timeout_s: None)
+    group.close()
+    assert etcd.get(second) is None and etcd.get(kept) is not None
+
+
 def test_files_that_a_killed_agent_leaves_are_removed_and_its_end_is_reported(group: TrainerGroup) -> None:
     group.reconcile()
     tag = JobPaths.of(group.ctx.config).file_tag(ACTOR.name)

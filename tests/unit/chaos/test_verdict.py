@@ -404,6 +404,10 @@ def test_deterministic_run_is_compared_with_its_baseline() -> None:
     assert unseen(without_steps_of_versions), "no weights"
     assert violated(deterministic(step(4, loss=0.5)), base) == ["I7"]
     assert violated(deterministic(step(4, loss=None)), base) == [], "its loop had ended before it was told"
+    measured = deterministic(lambda r: [s.update(algorithm={"entropy": 0.5}) for s in of_kind(r, Kind.STEP)],
+                             faults=False)
+    for lost in ({}, None):
+        assert violated(deterministic(step(4, algorithm=lost)), measured) == [], "the same, of what has several numbers"
 
     def other_weights(records: list[Record]) -> None:
         for record in records:
