@@ -501,13 +501,13 @@ class TrainerGroup:
 
     def close(self) -> None:
         """Ends the agents and their ranks, for the end of the compute plane."""
-        if placed := [*self._placed.values()]:
-            stop_all(placed, timeout_s=_STOP_TIMEOUT_S)
-            self._remove()
-            self._left_files.remove()
+        if not self._placed:
+            return
+        stop_all(self._placed.values(), timeout_s=_STOP_TIMEOUT_S)
+        self._remove()
+        self._left_files.remove()
         with contextlib.suppress(EtcdUnavailable, Fenced):
-            if placed:
-                self._deregister()
+            self._deregister()
             self._writer.write(self._forget_rendezvous())
 
     def _forget_rendezvous(self) -> Op:
