@@ -58,6 +58,8 @@ def test_run_on_an_own_cluster_is_struck_watched_and_judged(tmp_path: Path, monk
     assert all(event["revision"] >= end["revision"] for event in last.values()), "the last change, by both"
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     verdicts = {v["rule"]: v["state"] for v in report["verdicts"]}
+    answers = sum(event["ended_s"] is not None for event in records(folder, Kind.OPERATION))
+    assert f"clients had {answers} answers" in report["verdicts"][0]["evidence"]
     assert {verdicts[rule] for rule in ("run", "I1", "I3", "I5", "I8", "I9", "I10", "I11", "I13", "I15")} == {
         "kept"}
     assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")

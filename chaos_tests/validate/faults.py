@@ -182,7 +182,7 @@ class WorthSomething(FaultChecker):
             return ""
         of = sum(len(strike["faults"]) for strike in (self.run.get("schedule") or {}).get("strikes") or ())
         return (f"{len(self.happened)} of {of} planned faults were seen to happen, {len(self._steps)} steps were done"
-                + (f", clients had {self._answers} answers" if self._answers else ""))
+                + (f", clients had {answers} answers" if (answers := self._answers.total()) else ""))
 
 
 # -- I10, I11 ----------------------------------------------------------------------------------------------------------
