@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from light_runs import goes_on
+from light_runs import SETTINGS, goes_on, in_place_of_the_driver, records
 from support.tiers import parametrize
-from test_runner_with_light_job import SETTINGS, STEPS, in_place_of_the_driver
 
 from chaos_tests import runner
+from chaos_tests.event_log import Kind
+from chaos_tests.model.models import STREAM
+from chaos_tests.model.number import READ, WRITE
 from chaos_tests.nemesis.schedule import Schedule, Strike
 from chaos_tests.scenarios import SCENARIOS
 
 pytestmark = pytest.mark.timeout(600)
+STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,15 @@ def test_run_breaks_the_rule_of_a_bug_in_a_process_of_its_cluster(bug: Bug, tmp_
     with (tmp_path / "site" / "sitecustomize.py").open("a", encoding="utf-8") as site:
         site.write(f'\nif "elastic_rl.dcs.node.service" in sys.orig_argv:{bug.plant}')
     said = list[str]()
-    goes_on(go, folder, said, SCENARIOS["quick"])
+
+    def pulled_after_two_publishes() -> bool:
+        calls = [event["call"] for event in records(folder, Kind.OPERATION)
+                 if event["model"] == STREAM and event["ended_s"] is not None]
+        of_publishes = [n for n, call in enumerate(calls) if call == WRITE]
+        # Of each of the two programs that pull, the second answer is to a pull that has begun since.
+        return len(of_publishes) > 1 and calls[of_publishes[1]:].count(READ) > 3
+
+    goes_on(go, folder, said, SCENARIOS["quick"], pulled_after_two_publishes)
     runner.run(Schedule(1, STEPS, (Strike(3, ("coordinator_killed",)),), scenario="quick", settings=SETTINGS), folder,
                say=said.append)
     verdicts = {v["rule"]: v for v in json.loads((folder / "report.json").read_text(encoding="utf-8"))["verdicts"]}

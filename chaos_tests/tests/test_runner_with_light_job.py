@@ -8,33 +8,26 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from light_runs import OF_RUNS_WITHOUT_FAULTS, goes_on, records
+from light_runs import OF_RUNS_WITHOUT_FAULTS, SETTINGS, goes_on, in_place_of_the_driver, records
 
 from chaos_tests import results, runner
 from chaos_tests.event_log import Kind, read
+from chaos_tests.model.models import STREAM
+from chaos_tests.model.number import WRITE
 from chaos_tests.nemesis.schedule import Schedule, Strike
 from chaos_tests.scenarios import SCENARIOS
-from chaos_tests.traffic import driver_writes, light_job
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = 10
-SETTINGS = ("--dcs.arena_bytes=33554432",)
 LOG = "events.jsonl"
-
-
-def in_place_of_the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Has jobs of this process be light; returns the file that lets one go on."""
-    go = folder / "go"
-    command = [*light_job.COMMAND, "--go", str(go)]
-    for name, value in driver_writes.environment(folder, command).items():
-        monkeypatch.setenv(name, value)
-    return go
 
 
 def test_run_on_an_own_cluster_is_struck_watched_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, folder = in_place_of_the_driver(tmp_path, monkeypatch), tmp_path / "results"
     said = list[str]()
-    goes_on(go, folder, said, SCENARIOS["quick"])
+    goes_on(go, folder, said, SCENARIOS["quick"], lambda: any(  # else their stream has nothing to keep
+        event["model"] == STREAM and event["call"] == WRITE and event["ended_s"] for event in records(
+            folder, Kind.OPERATION)))
     schedule = Schedule(1, STEPS, (Strike(3, ("coordinator_killed",)),), scenario="quick", settings=SETTINGS)
     outcome = runner.run(schedule, folder, say=said.append)
     assert [*outcome.wrong] == [] and not outcome.failed
