@@ -196,7 +196,7 @@ class _Run:
         self._log, self._aborts, self._limits, self._say = event_log, aborts, limits, say
         self._sampler = Sampler(target.cluster, target.reader, target.api)
         self._traffic: dict[During, list[Traffic]] = {during: [] for during in During}
-        """What clients do."""
+        """The clients that go on now, by how long they do."""
         self._presence, self._lock = Presence(), threading.Lock()
         self._problems = list[str]()
         self._alerts = dict[str, float]()
@@ -254,7 +254,8 @@ class _Run:
         return clock.mod_revision if clock is not None else None
 
     def _end_traffic(self, during: During, mark: int | None = None) -> None:
-        """``mark``: revision of the last change of the run; None where it is not known."""
+        """The clients of this period end. ``mark``: revision of the last change of the run; None where it is not
+        known."""
         traffic = self._traffic[during]
         if traffic and during is During.FAULTS:
             self._say("waiting for the clients to end what they change")
@@ -433,7 +434,7 @@ def _answered(read: Callable[[], T], until: float) -> T | None:
 
 
 def _end(traffic: Traffic, mark: int | None) -> None:
-    """``mark``: as of ``_Run._end_traffic``."""
+    """A watch has all changes up to ``mark``, where that is known, before it ends."""
     try:
         if mark is not None and isinstance(traffic, Watcher):
             traffic.await_revision(mark)

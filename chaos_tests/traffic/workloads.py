@@ -32,7 +32,7 @@ class During(StrEnum):
     """How long traffic goes on."""
 
     RUN = "run"
-    """From the begin of the run to its end."""
+    """Its clients go on from the begin of the run to its end."""
     JOB = "job"
     """It has something of its own beside the job: from the job's first step until the job is about to be stopped."""
     FAULTS = "faults"

@@ -511,7 +511,7 @@ class TrainerGroup:
             self._writer.write(self._forget_rendezvous())
 
     def _forget_rendezvous(self) -> Op:
-        """For where no agent meets any more: one that ended cleanly has left nothing there."""
+        """The operation deletes where agents have met that were killed: one that ended cleanly has left nothing."""
         return Op.delete_prefix(self.ctx.keys.rendezvous_of_group(self.name))
 
 

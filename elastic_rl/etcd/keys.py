@@ -469,5 +469,5 @@ class Keys(LeaderKeys):
         return f"{self.root}rendezvous/"
 
     def rendezvous_of_group(self, group: str) -> str:
-        """Prefix of where the agents of a trainer group meet, in each of its formations."""
+        """The agents of a trainer group meet below this prefix, in each of its formations."""
         return f"{self.rendezvous_prefix()}{group}-"
