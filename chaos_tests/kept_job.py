@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from elastic_rl.config import Config, Stream
+from chaos_tests.streams import STREAMS
+from elastic_rl.config import Config
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.codecs import digests
 from elastic_rl.dcs.manifest import Manifest
@@ -18,11 +19,6 @@ from elastic_rl.etcd.records import Version
 from elastic_rl.host import cluster_settings, kept_state
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.report.build import read_for_build
-
-OF_PROGRAMS = "chaos"
-"""The stream of the programs beside the job (``chaos_tests.traffic.stream_programs``)."""
-STREAMS = (Stream.POLICY, Stream.TRAINER_STATE, OF_PROGRAMS)
-"""A job is exported and resumed from the heads of the first two."""
 
 
 def heads(etcd: EtcdClient, keys: Keys) -> list[Version]:

@@ -223,13 +223,14 @@ class _Run:
             self._begin_traffic(During.RUN)
             self._inject(steps)
             self._end_traffic(During.FAULTS)
-            if target.own and not self._over():
+            runs = target.own and not self._over()
+            if runs:
                 self._await_return(steps)
-                self._end_traffic(During.JOB)
+            self._end_traffic(During.JOB)
+            if runs:
                 self._say("stopping the job")
                 with suppress(EtcdUnavailable):  # the job then ends with the cluster
                     target.stop_job()
-            self._end_traffic(During.JOB)
             self._await_alerts()
             if target.own and self._over():
                 self._await_leases()

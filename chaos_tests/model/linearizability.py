@@ -20,9 +20,10 @@ from chaos_tests.history import Operation
 
 S = TypeVar("S", bound=Hashable)
 
-MAX_TRIED = 2_000_000
-"""States of one key that may be tried in vain."""
-_FIRST_BUDGET = 1000
+MAX_STEPS = 50_000_000
+"""Steps of the search for an order of one key: the operations that it tries as the next one, and the orders in vain
+with which it compares what comes of them."""
+_FIRST_BUDGET = 10_000
 """The same for the first try, before another order is tried."""
 
 
@@ -68,15 +69,15 @@ def _line(o: Operation) -> str:
     return f"[{o.began_s:.3f}, {end}] {o.client} {o.call}({o.argument!r}){result}"
 
 
-def check(model: Model[S], history: Iterable[Operation], *, max_tried: int = MAX_TRIED) -> list[UnexplainedHistory]:
-    """The keys whose operations cannot be put in order, each with why. Raises Undecided where ``max_tried`` states of a
-    key were tried in vain, and ValueError for an operation that ends before it begins."""
+def check(model: Model[S], history: Iterable[Operation], *, max_steps: int = MAX_STEPS) -> list[UnexplainedHistory]:
+    """The keys whose operations cannot be put in order, each with why. Raises Undecided where a search
+    takes more than ``max_steps`` steps, and ValueError for an operation that ends before it begins."""
     by_key = defaultdict[str, list[Operation]](list)
     for operation in history:
         if operation.ended_s is not None and operation.ended_s < operation.began_s:
             raise ValueError(f"an operation ends before it begins: {operation}")
         by_key[operation.key].append(operation)
-    searches = [_Search(model, key, operations, max_tried) for key, operations in sorted(by_key.items())]
+    searches = [_Search(model, key, operations, max_steps) for key, operations in sorted(by_key.items())]
     return [found for search in searches if (found := search.run()) is not None]
 
 
@@ -118,30 +119,31 @@ class _Search(Generic[S]):
     model: Model[S]
     key: str
     operations: Sequence[Operation]
-    max_tried: int
+    max_steps: int
     _unknown: list[int] = field(default_factory=list)
     """Numbers of the operations without answers, by their calls."""
     _vain: dict[tuple[int, S, frozenset[int]], list[int]] = field(default_factory=dict)
     """Answer, state and those ahead of it, from which no order explains the rest → the unknown ones that had come: with
     more of them gone there is none either, since none of those needs to happen."""
+    _steps: int = 0
 
     def run(self) -> UnexplainedHistory | None:
-        answers, budget = self._answers(), min(_FIRST_BUDGET, self.max_tried)
+        answers, budget = self._answers(), min(_FIRST_BUDGET, self.max_steps)
         while True:
             # Either order finds what the other one finds, and where one gets lost the other one mostly does not.
             for eager in (True, False):
                 with suppress(Undecided):
                     return self._search(answers, budget, eager=eager)
-            if budget == self.max_tried:
-                raise Undecided(f"{self.key}: {len(self.operations)} operations, {budget} states tried in vain")
-            budget = min(8 * budget, self.max_tried)
+            if budget == self.max_steps:
+                raise Undecided(f"{self.key}: {len(self.operations)} operations, {budget} steps of the search")
+            budget = min(8 * budget, self.max_steps)
 
     def _search(self, answers: Sequence[_Answer], budget: int, *, eager: bool) -> UnexplainedHistory | None:
         """``eager``: whether operations without answers are tried first: they have mostly happened when they were
         called. Else they are tried last: to explain what nothing else does. Raises Undecided."""
         begin = _Frame(None, None, 0, 0, self.model.initial, frozenset[int](), 0)
         frame: _Frame[S] | None = begin
-        longest, tried = begin, 0
+        longest, self._steps = begin, 0
         self._vain.clear()
         while frame is not None:
             if frame.answer == len(answers):
@@ -149,9 +151,8 @@ class _Search(Generic[S]):
             if (further := self._further(frame, answers, eager=eager)) is not None:
                 frame = further
                 continue
-            if tried >= budget:
+            if self._steps >= budget:
                 raise Undecided
-            tried += 1
             self._vain.setdefault((frame.answer, frame.state, frame.ahead), []).append(frame.unknown)
             longest = frame if frame.length >= longest.length else longest
             frame = frame.before
@@ -161,6 +162,7 @@ class _Search(Generic[S]):
         """The order with one operation more, which was not tried yet; None where none can come next."""
         for number, bit in self._candidates(frame, answers[frame.answer], eager=eager):
             operation = self.operations[number]
+            self._steps += 1
             state = self.model.step(frame.state, operation)
             if state is None or bit and state == frame.state:
                 continue  # one that is never answered, and changes nothing, need not have happened
@@ -174,7 +176,9 @@ class _Search(Generic[S]):
             while following < len(answers) and answers[following].operation in ahead:
                 ahead -= {answers[following].operation}
                 following += 1
-            if not any(vain & unknown == vain for vain in self._vain.get((following, state, ahead), ())):
+            in_vain = self._vain.get((following, state, ahead), ())
+            self._steps += len(in_vain)
+            if not any(vain & unknown == vain for vain in in_vain):
                 return _Frame(frame, operation, frame.length + 1, following, state, ahead, unknown)
         return None
 

@@ -60,4 +60,4 @@ def test_programs_go_on_after_a_lost_node_and_another_epoch_and_see_the_newest_v
     assert newest.result != oldest.result
     for wrong in ((TORN, newest.result[1]), (newest.result[0], newest.result[1] + 1), oldest.result):
         later = replace(newest, began_s=recorder.now(), ended_s=recorder.now() + 1, result=wrong)
-        assert [violation[:2] for violation in broken_rules(events, [*history, later])] == ["I3"], wrong
+        assert {violation[:2] for violation in broken_rules(events, [*history, later])} == {"I3"}, wrong

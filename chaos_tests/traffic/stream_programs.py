@@ -10,9 +10,9 @@ from functools import partial
 
 from chaos_tests.event_log import EventLog
 from chaos_tests.history import Recorder
-from chaos_tests.kept_job import OF_PROGRAMS
 from chaos_tests.model.models import STREAM
 from chaos_tests.model.number import READ, WRITE
+from chaos_tests.streams import OF_PROGRAMS
 from chaos_tests.traffic.dcs import content, is_whole
 from chaos_tests.traffic.traffic import Traffic, call
 from elastic_rl import dcs

@@ -73,6 +73,11 @@ _OF_EACH_HOST = frozenset({Part.COORDINATORS, Part.DCS, Part.HOSTS})
 of its member of etcd it has the address, which no event names."""
 
 
+def happened(fault: Event) -> bool:
+    """Whether it was seen to happen; what has found a broken rule has happened."""
+    return bool(fault.get("witness") or fault.get("breaks")) and fault.get("injected_at") is not None
+
+
 def began(fault: Event) -> float:
     return float(fault["injected_at"])
 

@@ -23,6 +23,7 @@ from chaos_tests.validate.attribution import (
     began,
     ended,
     explains,
+    happened,
     is_of_fault,
     may_restart_all,
     resolves_by,
@@ -54,11 +55,6 @@ _FIRST_S = 5.0
 _STATUS, _ALERTS = below(Keys("j").job_status()), below(Keys("j").alerts_prefix())
 _MEMBERS = frozenset({Part.ENGINES, Part.TRAINER, Part.ROLES, Part.DRIVER, Part.COORDINATORS, Part.DCS})
 """Parts whose members are watched, so that one that is slow may be taken for lost."""
-
-
-def happened(fault: Event) -> bool:
-    """Whether it was seen to happen; what has found a broken rule has happened."""
-    return bool(fault.get("witness") or fault.get("breaks")) and fault.get("injected_at") is not None
 
 
 class FaultChecker(Checker):

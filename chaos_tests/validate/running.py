@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.kept_job import STREAMS
+from chaos_tests.streams import STREAMS
 from chaos_tests.validate.replay import KeyChange, Replay, Store, Transaction, below, is_job
 from chaos_tests.validate.verdict import OWN_TARGETS, Checker
 from elastic_rl.etcd.job_records import ENDED_PHASES

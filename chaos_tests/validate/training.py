@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from chaos_tests.event_log import Event, Kind
-from chaos_tests.validate.attribution import began, ended
+from chaos_tests.validate.attribution import began, ended, happened
 from chaos_tests.validate.replay import Transaction, below
 from chaos_tests.validate.times import Times
 from chaos_tests.validate.verdict import OWN_TARGETS, RUN, TEST_HOSTS, Checker
@@ -415,25 +415,22 @@ class SameAsBaseline(Checker):
             if mine != its:
                 self.violated(f"the weights after step {step} are not those of the baseline: manifests {mine} and "
                               f"{its}")
-        times = Times((began(fault), ended(fault)) for fault in self._happened)
+        struck = [*filter(happened, self._faults)]
+        times = Times((began(fault), ended(fault)) for fault in struck)
         compared_at = sorted(at for step in both if not times.has(at := self._weights[step][1]))
-        begins = sorted(map(began, self._happened))
-        for fault in self._happened:
+        begins = sorted(map(began, struck))
+        for fault in struck:
             following = bisect_right(begins, ended(fault))
             until = begins[following] if following < len(begins) else math.inf
             self._after_faults += bisect_left(compared_at, until) > bisect_right(compared_at, ended(fault))
-
-    @property
-    def _happened(self) -> list[Event]:
-        return [fault for fault in self._faults if fault.get("injected_at") is not None]
 
     def evidence(self) -> str:
         for name in {*self._of, _WEIGHTS}:
             of, compared = self._of[name], self._compared[name]
             if not compared or of - compared > may_be_lost(of, len(self._faults)):
                 return ""
-        after = (f", and after {self._after_faults} of {len(self._happened)} faults before the next one"
-                 if self._happened else "")
+        struck = sum(map(happened, self._faults))
+        after = f", and after {self._after_faults} of {struck} faults before the next one" if struck else ""
         return (f"{max(self._compared.values())} steps compared with the baseline, and the weights after "
                 f"{self._compared[_WEIGHTS]} of them{after}")
 

@@ -220,16 +220,25 @@ def test_history_that_is_too_entangled_is_undecided_and_not_right() -> None:
     writes = [Operation(str(n), "k", WRITE, n + 1, 0.0, 1.0, [n + 1, n + 2]) for n in range(12)]
     wrong = Operation("r", "k", READ, None, 2.0, 3.0, [50, 99])
     with pytest.raises(Undecided):
-        check(MODEL, [*reversed(writes), wrong], max_tried=5)
+        check(MODEL, [*reversed(writes), wrong], max_steps=5)
     assert len(check(MODEL, [*reversed(writes), wrong])) == 1
+
+
+def test_writes_without_answers_take_no_more_steps_than_allowed() -> None:
+    """Each of them may have happened at any later time: nearly all orders are compared, and none explains the end."""
+    lost = [Operation(f"lost {n}", "k", WRITE, n + 1, float(n)) for n in range(400)]
+    wrong = Operation("r", "k", READ, None, 400.0, 401.0, [500, 99])
+    seen = [Operation("r", "k", READ, None, n + .5, n + .6, [n, 1 + n]) for n in range(0, 400, 7)]
+    with pytest.raises(Undecided, match="steps of the search"):
+        check(MODEL, [*lost, *seen, wrong], max_steps=100_000)
 
 
 def test_readings_that_overlap_are_not_tried_in_all_orders() -> None:
     readings = [Operation(str(n), "k", READ, None, 0.0, 9.0, [0, 1]) for n in range(60)]
     lost = [Operation(f"lost {n}", "k", WRITE, 0, 0.0) for n in range(60)]  # of the number that is there
     wrong = Operation("r", "k", READ, None, 10.0, 11.0, [50, 99])
-    assert check(MODEL, [*readings, *lost], max_tried=100) == []
-    [found] = check(MODEL, [*readings, *lost, wrong], max_tried=100)
+    assert check(MODEL, [*readings, *lost], max_steps=1000) == []
+    [found] = check(MODEL, [*readings, *lost, wrong], max_steps=1000)
     assert found.stuck[-1] == wrong
 
 
