@@ -80,6 +80,8 @@ class Limits:
 
     overlap: int = 1
     """Strikes that may be under way at once."""
+    rest_steps: int = 0
+    """Steps that the job does after the recovery from a strike, before the next one."""
     recovery_s: float = RECOVERY_S
     """A fault from which the job has not recovered after so long is given up."""
     late: float = 3.0
@@ -151,7 +153,7 @@ def _run_own(scenario: Scenario, schedule: Schedule, folder: Path, aborts: Abort
     try:
         cfg = own_config(folder, {**scenario.settings, "train.steps": schedule.steps or _BY_TIME_STEPS,
                                   "alerts.urls": [receiver.url]}, schedule.settings, seed=schedule.seed)
-        limits = Limits(scenario.overlap, late=scenario.late)
+        limits = Limits(scenario.overlap, scenario.rest_steps, late=scenario.late)
         with _log_of(folder, schedule, cfg, scenario.tier.value, limits, baseline=baseline) as event_log:
             with make(cfg, say=say, on_leftover=lambda what: event_log.write(Kind.LEFTOVER, what=what)) as target:
                 end = _Run(target, scenario, schedule, folder, event_log, aborts, limits, say).run_to_end()
@@ -329,7 +331,7 @@ class _Run:
             context, FaultCopier(self._log, RunLog(LineFile(target.paths.faults)), self._say),
             plan_of(self._schedule, guard)(context, self._schedule.steps),
             *(paths.steps for paths in target.folders), overlap=self._limits.overlap,
-            heal_timeout_s=self._limits.recovery_s)
+            rest_steps=self._limits.rest_steps, heal_timeout_s=self._limits.recovery_s)
 
     def _await_end(self, injector: FaultInjector, steps: StepCopier) -> None:
         """Returns when the job has ended, the time of a run by time is over, or the run is aborted."""

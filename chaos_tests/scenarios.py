@@ -64,6 +64,8 @@ class Scenario:
     """Share of the strikes that have two faults."""
     overlap: int = 1
     """Strikes that may be under way before the run has recovered from them."""
+    rest_steps: int = 0
+    """Steps that the job does after the recovery from a strike, before the next one."""
     floor_steps: int = 2
     """Steps that the run has to have done before its first fault: else nothing was under load."""
     baseline: bool = False
@@ -163,9 +165,9 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("drawn", "a small job in which faults of any kind follow one another, some of them two at once", _SMALL,
              minutes=5.0, count=10, faults=WEIGHTS, steps_per_minute=30.0, pace=Pace(2, 8, 30), pace_s=Pace(8, 15, 60),
              traffic=_LIGHT, floor_answers=80),
-    Scenario("every", "a small job and every fault of one host, also those of single processes, of storage and of who "
-             "has been replaced", _SMALL, minutes=20.0, count=len(_EVERY), faults=_EVERY, steps_per_minute=60.0,
-             pace=Pace(3, 8, 30), pace_s=Pace(10, 12, 60),
+    Scenario("every", "a small job and every fault of one host, one at a time, also those of single processes, of "
+             "storage and of who has been replaced", _SMALL, minutes=20.0, count=len(_EVERY), faults=_EVERY,
+             steps_per_minute=60.0, pace=Pace(3, 8, 30), pace_s=Pace(10, 12, 60), together=0.0, rest_steps=4,
              traffic=("silences", "watches", "programs"), floor_answers=100),  # a fault writes the pool
     # The length of a step's responses, and so the time of a step, depends on what the job has learned.
     Scenario("soak", "the quick start's job for 30 minutes with a fault every 28 seconds", {}, minutes=30.0, count=64,

@@ -72,10 +72,12 @@ class FaultInjector(threading.Thread):
     is away makes it wait, however long."""
 
     def __init__(self, context: FaultContext, records: FaultRecords, plan: Sequence[tuple[Trigger, Sequence[Fault]]],
-                 *steps: Path, overlap: int = 1, heal_timeout_s: float = _HEAL_TIMEOUT_S) -> None:
+                 *steps: Path, overlap: int = 1, rest_steps: int = 0, heal_timeout_s: float = _HEAL_TIMEOUT_S
+                 ) -> None:
         """``steps``: the files with the records of the run's steps, one a host. ``overlap``: entries that may be under
-        way at once, before the run has recovered from them. ``heal_timeout_s``: a fault from which the run has not
-        recovered by then is given up."""
+        way at once, before the run has recovered from them. ``rest_steps``: steps that the run does once it has
+        recovered from an entry, before the next one. ``heal_timeout_s``: a fault from which the run has not recovered
+        by then is given up."""
         super().__init__(name="fault-injector", daemon=True)
         self.context, self.records, self.plan, self.steps = context, records, plan, steps
         self.stopping = threading.Event()
@@ -85,6 +87,7 @@ class FaultInjector(threading.Thread):
         """When each of the others has begun, unix s."""
         self._heal_timeout_s = heal_timeout_s
         self._rooms, self._lock = threading.Semaphore(overlap), threading.Lock()
+        self._rest_steps, self._recovered_at = rest_steps, -rest_steps
         self._began_s: float | None = None
 
     def run(self) -> None:
@@ -114,7 +117,8 @@ class FaultInjector(threading.Thread):
         under_way = list[threading.Thread]()
         try:
             for trigger, faults in self.plan:
-                if not self._await_trigger(trigger) or not self._await_room():
+                if not (self._await_trigger(trigger) and self._await_room()
+                        and self._await_trigger(self._recovered_at + self._rest_steps)):
                     return
                 entry = threading.Thread(target=self._play_entry, args=(faults,), name="faults", daemon=True)
                 under_way.append(entry)
@@ -149,6 +153,8 @@ class FaultInjector(threading.Thread):
                 thread.start()
             for thread in threads:
                 thread.join()
+            with contextlib.suppress(_Stopped, InjectionEnded):
+                self._recovered_at = self._answered(self.context.step)
         finally:
             self._rooms.release()
 

@@ -204,6 +204,24 @@ def test_next_fault_waits_for_recovery_unless_they_may_overlap(tmp_path: Path) -
         assert not injector.is_alive() and len(injector.over) == 3 and not injector.under_way
 
 
+def test_next_fault_waits_for_the_steps_of_rest_after_the_recovery(tmp_path: Path) -> None:
+    run, first, second = Running(9), Wound("a"), Wound("b")
+    injector = injector_of(run, [(1, [first]), (2, [second])], tmp_path / "f", rest_steps=4)
+    wait_until(lambda: first.is_injected, what="a first fault, which rests after nothing")
+    run.at = 20
+    first.is_healed = True
+    wait_until(lambda: injector._recovered_at == 20, what="the recovery")
+    run.at = 23
+    readings = run.readings
+    wait_until(lambda: second.is_injected or run.readings > readings + 3, what="a rest that is not over")
+    assert not second.is_injected
+    run.at = 24
+    wait_until(lambda: second.is_injected, what="the second fault")
+    second.is_healed = True
+    injector.join(60)
+    assert not injector.is_alive() and len(injector.over) == 2
+
+
 @pytest.mark.parametrize("error", [ConfigError("there is none"), KeyError("unexpected")])
 def test_fault_that_cannot_be_injected_has_a_problem_and_no_witness(error: Exception, tmp_path: Path) -> None:
     injector_of(Running(9), [(1, [Wound("a", error)])], tmp_path / "f").join(60)
