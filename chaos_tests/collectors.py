@@ -72,7 +72,7 @@ class StepCopier:
     of before the run are left out."""
 
     def __init__(self, target: Target, event_log: EventLog) -> None:
-        self._log, self.newest, self.done = event_log, 0, 0
+        self._log, self.newest, self.done, self.done_at = event_log, 0, 0, 0.0
         self._offsets = {path: path.stat().st_size if not target.own and path.exists() else 0
                          for path in (paths.steps for paths in target.folders)}
 
@@ -82,6 +82,7 @@ class StepCopier:
             self._log.write(Kind.STEP, **record)
             self.newest = int(record["step"])
             self.done += 1
+            self.done_at = float(record["at"])
 
     def _new(self, path: Path) -> list[dict[str, Any]]:
         with suppress(FileNotFoundError), path.open("rb") as file:

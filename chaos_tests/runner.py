@@ -37,7 +37,7 @@ from chaos_tests.traffic.traffic import Traffic
 from chaos_tests.traffic.watchers import Watcher
 from chaos_tests.traffic.workloads import WORKLOADS, During
 from chaos_tests.validate.growth import FEWEST_STEPS
-from chaos_tests.validate.running import RECOVERY_S, Presence
+from chaos_tests.validate.running import RECOVERIES, RECOVERY_S, Presence
 from chaos_tests.validate.verdict import OWN_TARGETS
 from elastic_rl.config import Config, secrets
 from elastic_rl.coordinator.alerts.state_machine import Phase
@@ -80,8 +80,6 @@ class Limits:
 
     overlap: int = 1
     """Strikes that may be under way at once."""
-    rest_steps: int = 0
-    """Steps that the job does after the recovery from a strike, before the next one."""
     recovery_s: float = RECOVERY_S
     """A fault from which the job has not recovered after so long is given up."""
     late: float = 3.0
@@ -153,7 +151,7 @@ def _run_own(scenario: Scenario, schedule: Schedule, folder: Path, aborts: Abort
     try:
         cfg = own_config(folder, {**scenario.settings, "train.steps": schedule.steps or _BY_TIME_STEPS,
                                   "alerts.urls": [receiver.url]}, schedule.settings, seed=schedule.seed)
-        limits = Limits(scenario.overlap, scenario.rest_steps, late=scenario.late)
+        limits = Limits(scenario.overlap, late=scenario.late)
         with _log_of(folder, schedule, cfg, scenario.tier.value, limits, baseline=baseline) as event_log:
             with make(cfg, say=say, on_leftover=lambda what: event_log.write(Kind.LEFTOVER, what=what)) as target:
                 end = _Run(target, scenario, schedule, folder, event_log, aborts, limits, say).run_to_end()
@@ -276,11 +274,11 @@ class _Run:
     def _await_return(self, steps: StepCopier) -> None:
         """Waits, before the job is asked to stop, until all that it runs on is back and it has made a further step, or
         for as long as a recovery may take: what is short then is found by the checkers."""
-        since, until, done, said = time.time(), time.monotonic() + self._limits.recovery_s, steps.done, False
+        since, until, said = time.time(), time.monotonic() + self._limits.recovery_s, False
         while not self._aborts.why and not self._over():
             with self._lock:
                 short, revision = self._presence.short(), self._presence.revision
-            if not short and steps.done > done or time.monotonic() >= until:
+            if not short and steps.done_at >= since or time.monotonic() >= until:
                 for what in short:
                     self._say(f"not back after {self._limits.recovery_s:g} s: {what}")
                 self._log.write(Kind.STOP, since=since, revision=revision, step=steps.newest)
@@ -331,12 +329,12 @@ class _Run:
             context, FaultCopier(self._log, RunLog(LineFile(target.paths.faults)), self._say),
             plan_of(self._schedule, guard)(context, self._schedule.steps),
             *(paths.steps for paths in target.folders), overlap=self._limits.overlap,
-            rest_steps=self._limits.rest_steps, heal_timeout_s=self._limits.recovery_s)
+            rest_steps=self._scenario.rest_steps, heal_timeout_s=self._limits.recovery_s)
 
     def _await_end(self, injector: FaultInjector, steps: StepCopier) -> None:
         """Returns when the job has ended, the time of a run by time is over, or the run is aborted."""
         length_s, began_s = self._schedule.minutes * 60.0, None
-        newest, progress_s = steps.newest, time.monotonic()
+        done, progress_s = steps.done, time.monotonic()
         while not self._aborts.why:
             if self._target.own and self._over():
                 return
@@ -349,10 +347,11 @@ class _Run:
             if began_s is None and steps.newest:
                 began_s = time.monotonic()
                 self._begin_traffic(During.JOB, During.FAULTS)
-            if steps.newest != newest or injector.under_way:
-                newest, progress_s = steps.newest, time.monotonic()
-            if self._target.own and time.monotonic() > progress_s + self._limits.recovery_s:
-                self._aborts.request(f"no step was made for {self._limits.recovery_s:g} s, and no fault is under way")
+            if steps.done != done:
+                done, progress_s = steps.done, time.monotonic()
+            idle_s = self._limits.recovery_s * (RECOVERIES if injector.under_way else 1)
+            if self._target.own and time.monotonic() > progress_s + idle_s:
+                self._aborts.request(f"no step was made for {idle_s:g} s")
             if self._schedule.by_time and began_s is not None:
                 played = not injector.is_alive()
                 if time.monotonic() > began_s + length_s * (1.0 if played else self._limits.late):
@@ -390,8 +389,8 @@ class _Run:
             with suppress(EtcdUnavailable):
                 if not (left := self._target.unowned()):
                     return
-                if time.monotonic() > until:
-                    break
+            if time.monotonic() > until:
+                break
             self._aborts.wait(_POLL_S)
         for key in left[:_MOST_KEYS] if not self._aborts.why else ():
             self._log.write(Kind.LEFTOVER, what=f"the key {key}, whose owner has ended,")

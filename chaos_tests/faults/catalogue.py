@@ -119,8 +119,6 @@ class Entry:
     """The hosts that a fault of test hosts is of, by what they do."""
     of_network: bool = False
     """Whether it is of a host or of its network: the end of one may end a part of another one."""
-    alone: bool = False
-    """Whether no other fault may happen at once: many faults are detected by the times of events, which it changes."""
     restarts_all: bool = False
     """Whether the run may rebuild its whole compute plane for it alone."""
     recovers_without_step: bool = False
@@ -134,8 +132,6 @@ class Entry:
     def strikes(self) -> frozenset[str]:
         """What another fault at the same time must leave alone: else one of them may find nothing to strike, or be
         seen to end too early."""
-        if self.alone:
-            return frozenset({*Part, *Victim, _NETWORK})
         return self.victims | {_NETWORK} if self.of_network else self.victims or self.parts
 
     @property
@@ -180,8 +176,7 @@ def _struck(part: str, way: Way, strikes: Part, what: str, *, weight: float = 0.
     loses = PROCESS_KINDS[part].component if way.ends and strikes in _OF_MEMBERS else ""
     return Entry(lambda c: Struck(c, part, way, state=state, seconds=seconds), strikes, what, weight, takes_all,
                  needs=frozenset({*needs, *traced}), also=frozenset(also), repaired_unseen=repaired_unseen,
-                 takes_replica=way not in _CLOCKS, alone=way in _CLOCKS, loses=loses,
-                 restarts_all=restarts_all)
+                 takes_replica=way not in _CLOCKS, loses=loses, restarts_all=restarts_all)
 
 
 _PARTS_LOST: Mapping[str, Entry] = {

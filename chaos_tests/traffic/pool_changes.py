@@ -72,21 +72,22 @@ def send(method: str, url: str, timeout_s: float, access: Mapping[str, str], ver
 
 
 def refuse_unless(got: httpx.Response, status: int) -> None:
-    """Raises for any answer but this one: Refused, and for 503 Unanswered, where the API's documentation says that
-    nothing was done; else Unknown, also for a 500, which may come after the write."""
+    """Raises for any answer but this one. Refused where what was asked for cannot be done as things are; Unanswered
+    where it was not served: of a 503 the API's documentation says that nothing was done, and a request of this traffic
+    is allowed and well-formed; else Unknown, also for a 500, which may come after the write."""
     if got.status_code == status:
         return
-    if got.status_code == 503:
-        raise Unanswered
-    raise Refused if got.is_client_error else Unknown
+    if got.status_code in (404, 409):
+        raise Refused
+    raise Unanswered if got.is_client_error or got.status_code == 503 else Unknown
 
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Inside, something is read, which has no effect: Unknown becomes Unanswered."""
+    """Inside, something is read, which has no effect and is there: what is not told was not served."""
     try:
         yield
-    except Unknown:
+    except (Unknown, Refused):
         raise Unanswered from None
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 from chaos_tests.event_log import EventLog
-from chaos_tests.history import Recorder
+from chaos_tests.history import Recorder, Unanswered
 from chaos_tests.model.models import STREAM
 from chaos_tests.model.number import READ, WRITE
 from chaos_tests.streams import OF_PROGRAMS
@@ -23,6 +23,8 @@ Act = Callable[[dcs.CheckpointService, str], None]
 """What a program does again and again, by its name."""
 TORN = -1
 """Stands for the seed of tensors that are those of no seed: no version was published as that."""
+CONNECT = "connect"
+"""A call that no history has: one that was served says nothing of a stream."""
 
 
 class StreamPrograms(Traffic):
@@ -43,9 +45,18 @@ class StreamPrograms(Traffic):
 
     def _program(self, act: Act, name: str) -> None:
         while not self.pause(self._pause_s):
-            with suppress(ElasticRLError), dcs.connect(self._access()) as service:
+            with suppress(ElasticRLError), ExitStack() as connection:
+                service = self._connect(name, connection)
                 while not self.pause(self._pause_s):
                     self._try(act, service, name)
+
+    def _connect(self, name: str, connection: ExitStack) -> dcs.CheckpointService:
+        try:
+            return connection.enter_context(dcs.connect(self._access()))
+        except ElasticRLError:
+            with self.recorder.operation(name, OF_PROGRAMS, CONNECT, model=STREAM):
+                raise Unanswered from None
+            raise
 
     def _try(self, act: Act, service: dcs.CheckpointService, name: str) -> None:
         try:

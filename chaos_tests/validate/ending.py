@@ -96,9 +96,12 @@ class Answered(_UntilTheEnd):
         self._faults, self._operations = list[Event](), list[tuple[float, str, bool]]()
         self._of, self._answered = Counter[str](), Counter[str]()
         self._silences = list[tuple[str, float, float]]()
-        """(client, from, to) of each time from a try that was not answered to the next answer, or to the last try."""
+        """(client, from, to) of each time from the begin of a call to the next answer, or to the last call: of the
+        first call since the answer before."""
         self._waits_since, self._tried = dict[str, float](), dict[str, float]()
         """When each client that waits for an answer tried first, and when each one tried last."""
+        self._clock = 0.0
+        """The time in the log when the clock of the clients was at 0."""
 
     def see(self, event: Event) -> None:
         if event["kind"] == Kind.FAULT:
@@ -107,9 +110,8 @@ class Answered(_UntilTheEnd):
             at, client, answered = float(event["at"]), str(event.get("client")), event.get("ended_s") is not None
             self._operations.append((at, f"{event.get('call')} of {event.get('model')}", answered))
             self._tried[client] = at
-            if not answered:
-                self._waits_since.setdefault(client, at)
-            elif client in self._waits_since:
+            self._waits_since.setdefault(client, self._begin(event))
+            if answered:
                 self._silent(client, at)
 
     def finish(self, end: Event | None) -> None:
@@ -130,6 +132,12 @@ class Answered(_UntilTheEnd):
             if count >= _FEWEST and self._answered[what] < _ANSWERED * count:
                 self.violated(f"{count - self._answered[what]} of {count} operations ({what}) got no answer, while no "
                               "fault was under way")
+
+    def _begin(self, event: Event) -> float:
+        """When a call was sent. A record is written when the call is over."""
+        at, ended_s = float(event["at"]), event.get("ended_s")
+        self._clock = at - float(ended_s) if ended_s is not None else self._clock
+        return min(at, self._clock + float(event["began_s"])) if self._clock and "began_s" in event else at
 
     def _silent(self, client: str, until: float) -> None:
         since = self._waits_since.pop(client)

@@ -213,7 +213,7 @@ class Recoveries(FaultChecker):
 
 class SaidWhatItWaitsFor(FaultChecker):
     """A job that makes no step for long during a fault says what it waits for, and makes one within the time of two
-    recoveries; and the crash-loop rule ends no run that its faults did not end."""
+    recoveries, and of one beside no fault; and the crash-loop rule ends no run that its faults did not end."""
 
     rule = "I11"
     reads = frozenset({Kind.FAULT, Kind.STEP, Kind.EVENT})
@@ -266,11 +266,11 @@ class SaidWhatItWaitsFor(FaultChecker):
         for begin, until in self._gaps:
             during = [fault for fault in self.happened if began(fault) < until and float(
                 fault.get("healed_at") or math.inf) > begin]
+            most = self._bounds.recovery_s * (RECOVERIES if during else 1)
             if during and not any(first <= until and last >= begin for first, last in self._said):
                 self.violated(f"no step was done for {until - begin:.0f} s, and the job did not say what it waits for",
                               *during)
-            elif during and until - begin > RECOVERIES * self._bounds.recovery_s and (
-                    self.run.get("target") in OWN_TARGETS):
+            elif until - begin > most and self.run.get("target") in OWN_TARGETS:
                 self.violated(f"no step was done for {until - begin:.0f} s, and the whole job had its first one after "
                               f"{self._bounds.start_s:.0f} s", *during)
 

@@ -342,8 +342,8 @@ class KeptVersions(Checker):
         for scope in touched - self._over:
             if not self._due.get(scope) or found.after.get(scope + _CATALOG).get("suspended"):
                 continue
-            due = self._due.pop(scope)
-            for held in [held for version, held in self._held.get(scope, {}).items() if version in due]:
+            due, of_scope = self._due.pop(scope), self._held.get(scope, {})
+            for held in [of_scope[version] for version in sorted(due) if version in of_scope]:
                 self._judge(scope, held, said=(scope, held.stream, held.number) in said)
         for change, stream, number in _versions(found.changes):
             if change.new.get("state") != COMMITTED:  # it is released, or was never visible

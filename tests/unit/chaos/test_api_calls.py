@@ -54,8 +54,8 @@ def written(name: str, answer: int | Exception, folder: Path, monkeypatch: pytes
 @pytest.mark.parametrize(("answer", "of_write", "of_read"), [
     (httpx.ConnectError("refused"), TRY, TRY), (httpx.ConnectTimeout("away"), TRY, TRY),
     (httpx.ReadTimeout("silent"), UNKNOWN, TRY), (httpx.RemoteProtocolError("it died"), UNKNOWN, TRY),
-    (504, UNKNOWN, TRY), (503, TRY, TRY), (500, UNKNOWN, TRY), (502, UNKNOWN, TRY), (409, LEFT_OUT, LEFT_OUT),
-    (422, LEFT_OUT, LEFT_OUT)], ids=str)
+    (504, UNKNOWN, TRY), (503, TRY, TRY), (500, UNKNOWN, TRY), (502, UNKNOWN, TRY), (409, LEFT_OUT, TRY),
+    (401, TRY, TRY), (422, TRY, TRY), (429, TRY, TRY)], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_call_without_an_answer_is_a_try_or_unknown(name: str, answer: int | Exception, of_write: str, of_read: str,
                                                    tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,12 @@ def test_fault_gives_as_many_alerts_as_it_has_killed_processes() -> None:
     assert left_over(alerts[:2], both) == [] and left_over(alerts, both) == ["c"]
 
 
+def test_alert_of_a_part_that_goes_with_another_is_not_one_more_of_the_main_part() -> None:
+    killed = fault("engine_runner_killed", witness=f"{KILLED}; {KILLED}") | {"parts": ["driver", "dcs"]}
+    assert left_over([alert("driver.dead", "a"), alert("dcs.dead", "n")], killed) == []
+    assert left_over([alert("driver.dead", "a"), alert("driver.dead", "b", 12.0)], killed) == ["b"]
+
+
 def test_alerts_of_faults_that_overlap_are_shared_out_so_that_none_is_left() -> None:
     """The earlier alert goes to the fault that is over first: the other one can still account for the later alert."""
     soon, late = fault("engine_killed", 10.0, 12.0), fault("scheduler_killed", 10.0, 100.0)

@@ -59,9 +59,10 @@ def test_states_that_have_consumed_what_was_trained_on_keep_i5() -> None:
 @pytest.mark.parametrize("event", [
     state(3, 3, 4, [[0, 8]]), state(3, 3, 4, []), state(3, 3, 4, [[0, 1000]]), state(3, 2, 4, [[0, 12]]),
     state(3, 3, 4, [[0, 12]], trained=11), state(3, 3, 4, [[0, 14]]), state(3, 3, 4, [[0, 13]], dropped={"a": 2}),
-    state(3, 3, 4, [[1, 12]]), state(3, 0, 4, [[0, 12]])],
+    state(3, 3, 4, [[1, 12]]), state(3, 0, 4, [[0, 12]]), state(3, 3, 4, [[0, 12]], trained=13),
+    state(3, 3, 4, [[0, 13]], dropped={"a": 2}, trained=12)],
     ids=["frozen", "empty", "all that follows", "a step less", "count", "more", "fewer dropped", "first group",
-         "of the begin"])
+         "of the begin", "counts more", "dropped again"])
 def test_state_that_has_consumed_something_else_breaks_i5(event: Event) -> None:
     assert len(found(*SOUND[:-1], event)) == 1
 

@@ -54,6 +54,10 @@ SHORT: dict[str, tuple[str, Edit, Edit]] = {
     "pool": ("I6", lambda log: log.pool(0), lambda log: log.pool(1)),
     "driver": ("I12", lambda log: log.put((KEYS.member("driver", "driver-0"), None)),
                lambda log: log.put((KEYS.member("driver", "driver-1"), {"role": "driver"}))),
+    "actor": ("I12", lambda log: log.put((KEYS.member("actor", "actor-0"), None)),
+              lambda log: log.put((KEYS.member("actor", "actor-0"), {"role": "actor"}))),
+    "coordinator": ("I12", lambda log: log.put((KEYS.member("coordinator", "coordinator-0"), None)),
+                    lambda log: log.put((KEYS.member("coordinator", "coordinator-0"), {"role": "coordinator"}))),
     "trainer": ("I12", lambda log: log.put((KEYS.member("trainer", "trainer-1"), None)),
                 lambda log: log.put((KEYS.member("trainer", "trainer-2"), {"role": "trainer"}))),
     "operation": ("I10", operation("running"), operation("succeeded")),
@@ -184,6 +188,16 @@ def test_client_is_answered_again_once_no_fault_is_under_way(silent_from: int, s
     said = found(log)
     assert [what.partition(":")[0] for what in said] == ([] if sound else ["I10"]), said
     assert all("replica 0 got no answer for" in what for what in said)
+
+
+def test_call_that_takes_long_is_a_time_without_an_answer() -> None:
+    """Also one that is answered in the end, and one that is under way when the log ends."""
+    for answered in (True, False):
+        log = Ended(waited_s=320.0)
+        calls(log, *((float(at), True) for at in range(100, 150, 2)), (290.0, True))
+        last = [*of_kind(log.records, Kind.OPERATION)][-1]
+        last.update(began_s=151.0, ended_s=290.0 if answered else None)
+        assert any("replica 0 got no answer for" in what for what in found(log)), answered
 
 
 def test_tries_without_an_answer_count_as_what_they_are() -> None:

@@ -244,12 +244,13 @@ def test_notice_comes_again_for_a_loss_between_the_two_alone(times: int, at: flo
     ({"id": "e1", "severity": "info"}, "one host", False),
 ], ids=["of the run", "of the run on the cluster of others", "of before it", "of a gap on a cluster of its own",
         "about training, of others", "about training", "of no fault"])
-def test_alert_of_a_fault_of_the_run_has_ended_with_it(alert: Record, target: str, found: bool) -> None:
+@pytest.mark.parametrize("phase", ["firing", "pending"])
+def test_alert_of_a_fault_of_the_run_has_ended_with_it(alert: Record, target: str, found: bool, phase: str) -> None:
     records = Log().records
     records[0]["target"] = target
     end(records)["alerts"].append({"kind": "engine.dead", "subject": "rollout-1", "message": "m", "severity": "error",
-                                   "phase": "firing", **alert})
-    assert any("is firing at the end" in what for what in violations(records)) == found
+                                   "phase": phase, **alert})
+    assert any(f"is {phase} at the end" in what for what in violations(records)) == found
 
 
 def test_each_alert_that_fired_is_notified() -> None:

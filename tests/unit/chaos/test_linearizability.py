@@ -202,6 +202,11 @@ def test_write_whose_answer_was_lost_may_come_late_or_never_but_not_be_undone() 
     assert check(MODEL, [lost, read(1, 7, 4), read(3, 7, 9)]) != [], "nothing has changed it since"
 
 
+def test_two_writes_have_no_revision_in_common() -> None:
+    first, other = (Operation("a", "pool", WRITE, n, float(n), n + 0.5, [n, 5]) for n in (2, 3))
+    assert check(MODEL, [first]) == [] and check(MODEL, [first, other]) != []
+
+
 def test_idempotency_key_counts_once() -> None:
     first = Operation("a", "pool", WRITE, [7, "key"], 0.0)
     other = Operation("b", "pool", WRITE, 3, 2.0, 3.0, [3, 9])

@@ -7,6 +7,7 @@ import json
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -177,7 +178,28 @@ def followed(folder: Path, monkeypatch: pytest.MonkeyPatch, *, recovery_s: float
 @pytest.mark.timeout(60)
 def test_job_that_makes_no_step_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end = followed(tmp_path, monkeypatch)
-    assert end["aborted"] == "no step was made for 0.2 s, and no fault is under way"
+    assert end["aborted"] == "no step was made for 0.2 s"
+
+
+@pytest.mark.timeout(60)
+def test_job_that_never_recovers_from_a_fault_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where etcd is away for good, so that no time counts against the fault."""
+    monkeypatch.setattr(runner, "_POLL_S", 0.01)
+    aborts, injector = AbortSwitch(tmp_path), SimpleNamespace(under_way={"etcd_stopped": 1.0})
+    play = runner._Run(cast(Any, Away(tmp_path / "runs")), SCENARIOS["quick"], Schedule(1, 10, (), scenario="quick"),
+                       tmp_path, EventLog(tmp_path / "events.jsonl"), aborts, runner.Limits(recovery_s=0.2),
+                       lambda line: None)
+    play._await_end(cast(Any, injector), cast(Any, SimpleNamespace(done=3, newest=3)))
+    assert aborts.why == "no step was made for 0.4 s"
+
+
+@pytest.mark.parametrize("overlap", [1, 3])
+def test_faults_are_injected_with_the_pauses_of_their_scenario(tmp_path: Path, overlap: int) -> None:
+    """Also into a job of others, whose limits may let fewer happen at once."""
+    injector = runner._Run(cast(Any, Away(tmp_path / "runs")), replace(SCENARIOS["every"], rest_steps=7), Schedule(
+        1, 10, (Strike(3, ("dcs_killed",)),), scenario="every"), tmp_path, EventLog(tmp_path / "events.jsonl"),
+        AbortSwitch(tmp_path), runner.Limits(overlap, recovery_s=5.0), lambda line: None)._injector()
+    assert (injector._rest_steps, injector._rooms._value, injector._heal_timeout_s) == (7, overlap, 5.0)
 
 
 @pytest.mark.timeout(60)
@@ -229,11 +251,13 @@ class Stepping:
     newest = 7
 
     def __init__(self) -> None:
-        self._steps = itertools.count()
+        self._before = True
 
     @property
-    def done(self) -> int:
-        return next(self._steps)
+    def done_at(self) -> float:
+        """The first look finds one that was done before."""
+        before, self._before = self._before, False
+        return 0.0 if before else time.time()
 
 
 @pytest.mark.timeout(60)

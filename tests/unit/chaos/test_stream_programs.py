@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.waiting import wait_until
 
 from chaos_tests.event_log import Event, EventLog, Kind, read
 from chaos_tests.history import Operation
 from chaos_tests.model.models import STREAM
 from chaos_tests.model.number import READ, WRITE
 from chaos_tests.traffic.dcs import content
-from chaos_tests.traffic.stream_programs import OF_PROGRAMS, TORN, StreamPrograms
+from chaos_tests.traffic.stream_programs import CONNECT, OF_PROGRAMS, TORN, StreamPrograms
 from chaos_tests.validate import histories, judge
 from elastic_rl.errors import (
     ArenaFull,
@@ -136,3 +137,18 @@ def test_many_publishes_whose_outcome_is_unknown_are_decided() -> None:
     history = [operation(n, WRITE, (n, n) if n % 10 == 1 else None, seed=n) for n in range(1, 300)]
     last = operation(400, READ, (1, 1))
     assert rules([*seen, *history]) == [] and "I3" in rules([*seen, *history, last])
+
+
+def test_service_that_nothing_connects_to_is_tried_on_the_record(tmp_path: Path) -> None:
+    def away() -> Any:
+        raise EtcdUnavailable("no member answers")
+
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write(Kind.RUN, form=1)
+    programs = StreamPrograms(away, pause_s=0.01, log=log).start()
+    wait_until(lambda: log.written[Kind.UNANSWERED] > 20, what="tries")
+    programs.close()
+    log.close()
+    [_, *records] = read(tmp_path / "events.jsonl")
+    assert {(record["kind"], record["client"], record["call"]) for record in records} == {
+        (Kind.UNANSWERED, client, CONNECT) for client in ("publisher", "puller-0", "puller-1")}
