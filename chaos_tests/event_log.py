@@ -54,6 +54,10 @@ class Kind(StrEnum):
     GAP = "gap"
     """Changes that the observer did not see, since they were compacted before: of the revisions ``first`` to ``last``.
     What a rule says of them is unseen, not kept."""
+    PRESENT = "present"
+    """A key that was there at the end of a gap, with the fields of a CHANGE, of the last one that it had by then. A
+    record with ``listed`` has no key: all keys of that revision were shown before it. Logs of earlier releases have
+    none."""
     WATCH = "watch"
     """A change as a watch of the product's client delivered it: ``client`` (one watch), ``prefix``, ``revision``,
     ``put``, ``key``. A record with ``listed`` true has no key: the client has read the whole range at that revision,
@@ -180,6 +184,8 @@ _FORMS: Mapping[str, Sequence[tuple[Sequence[str], Form, bool]]] = {
     Kind.CHANGE: ((("revision",), _NUMBER, True), (("key",), _TEXT, True), (("create",), _NUMBER, False),
                   (("put",), _TRUTH, True), (("value",), _TEXT, False)),
     Kind.GAP: ((("first", "last"), _NUMBER, True),),
+    Kind.PRESENT: ((("revision", "create", "listed"), _NUMBER, False), (("key", "value"), _TEXT, False),
+                   (("put",), _TRUTH, False)),
     Kind.WATCH: ((("client", "prefix"), _TEXT, True), (("revision",), _NUMBER, True), (("key",), _TEXT, False),
                  (("put", "listed"), _TRUTH, False)),
     Kind.STEP: ((("step",), lambda value: type(value) is int and 0 <= value < _MOST_STEPS, True),),

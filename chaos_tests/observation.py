@@ -62,19 +62,24 @@ def observe(endpoint: str, prefix: str, since: int, last: str, *, tls: Sequence[
 class Observer:
     """Observes a store until ``close``, in a process of its own. One that has lost its member of the store is started
     again with the next one, from the revision after the last that it saw. Where that was compacted, the revisions
-    between are a gap, of which nothing is known."""
+    between are a gap, of which nothing is known but which keys there are at its end."""
 
     def __init__(self, endpoints: Sequence[str], prefix: str, since: int,
                  on_change: Callable[[dict[str, Any]], None], *, log: Path, access: EtcdConfig | None = None,
-                 on_gap: Callable[[int, int], None] = lambda *_: None) -> None:
+                 on_gap: Callable[[int, int], None] = lambda *_: None,
+                 on_present: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
         """``endpoints``: of the members, as ``host:port``. ``since``: the first revision. ``on_change``: called with
         each change, from a thread of this object. ``log``: for what the process says. ``access``: the PEM files of a
-        store with TLS. ``on_gap``: called with the first and the last revision of a gap, from the same thread."""
+        store with TLS. ``on_gap``: called with the first and the last revision of a gap, from the same thread.
+        ``on_present``: called with each key that is there at the end of a gap, as with a change, and then with
+        ``listed``, the last revision of the gap."""
         self._endpoints, self._prefix, self._next = itertools.cycle(endpoints), prefix, since
-        self._on_change, self._on_gap = on_change, on_gap
+        self._on_change, self._on_gap, self._on_present = on_change, on_gap, on_present
         self._log, self._environment = log, {**os.environ, **_ENVIRONMENT, **_files(access)}
         self._keys = set[str]()
         """Those of the revision ``_next`` that were seen."""
+        self._list_at = 0
+        """The last revision of a gap, whose keys are to be listed; 0 where they were."""
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -116,7 +121,8 @@ class Observer:
                     if self._closing.is_set():
                         return
                     self._process = process = start_child(
-                        [sys.executable, str(_OBSERVER), next(self._endpoints), self._prefix, str(self._next)],
+                        [sys.executable, str(_OBSERVER), next(self._endpoints), self._prefix,
+                         f"@{self._list_at}" if self._list_at else str(self._next)],
                         stdout=subprocess.PIPE, stderr=said, env=self._environment)
                 assert process.stdout is not None
                 with process, process.stdout:
@@ -131,8 +137,14 @@ class Observer:
             first, last = self._next + bool(self._keys), int(change["compacted"])
             if first <= last:
                 self._on_gap(first, last)
+                self._list_at = last
             self._next, self._keys = max(first, last + 1), set()
             return
+        if "listed" in change or change.pop("present", False):
+            self._list_at = 0 if "listed" in change else self._list_at
+            self._on_present(change)
+            return
+        self._list_at = 0  # the keys of then cannot be read any more
         # A transaction changes several keys in one revision: the next start gets all of them again.
         if self._next != change["revision"]:
             self._next, self._keys = int(change["revision"]), set()

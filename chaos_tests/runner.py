@@ -211,7 +211,7 @@ class _Run:
         since = 1 if target.own else target.etcd.revision() + 1
         observer = Observer(target.info.etcd_endpoints, f"{ROOT}/", since, self._on_change,
                             log=self._folder / "observer.log", access=target.cluster.here.etcd,
-                            on_gap=self._on_gap)
+                            on_gap=self._on_gap, on_present=self._on_present)
         steps = StepCopier(target, self._log)
         # What the run takes and keeps is judged where nothing begins again, on a cluster that nobody else uses.
         samples = [(self._sample_store, _SAMPLE_S), (self._sample_processes, _SAMPLE_S)] if (
@@ -404,14 +404,25 @@ class _Run:
         with self._lock:
             self._presence.gap({"first": first, "last": last})
 
+    def _on_present(self, found: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._presence.present({"at": time.time(), **found})
+        if "key" in found:
+            self._write_change(Kind.PRESENT, found)
+        else:
+            self._log.write(Kind.PRESENT, **found)
+
     def _on_change(self, change: Mapping[str, Any]) -> None:
         with self._lock:
             self._presence.see({"at": time.time(), **change})
+        self._write_change(Kind.CHANGE, change)
+
+    def _write_change(self, kind: Kind, change: Mapping[str, Any]) -> None:
         if change["key"].startswith(self._target.observed) and not change["key"].startswith(self._secret):
             of_job = change["key"].startswith(self._target.cluster_keys.jobs_prefix())
             if change["key"] == self._target.keys.job_spec():
                 change = without_secrets(change)
-            self._log.write(Kind.CHANGE, **(without_seal(change) if of_job else change))
+            self._log.write(kind, **(without_seal(change) if of_job else change))
 
     def _sample_processes(self) -> None:
         for sample in self._sampler.processes():

@@ -32,8 +32,9 @@ from chaos_tests.validate.attribution import (
     victim_is,
     victims,
 )
-from chaos_tests.validate.replay import Transaction, below, is_job
+from chaos_tests.validate.replay import KeyChange, Transaction, below, is_job
 from chaos_tests.validate.running import RECOVERIES, RecoveryBounds
+from chaos_tests.validate.times import Unseen
 from chaos_tests.validate.training import COMPARED_SHARE, may_be_lost, same_weights
 from chaos_tests.validate.verdict import OWN_TARGETS, RULES, RUN, Checker
 from elastic_rl.coordinator.alerts.state_machine import Phase
@@ -339,7 +340,7 @@ class Alerts(FaultChecker):
         super().__init__()
         self._alerts = dict[str, _Seen]()
         self._notices = dict[tuple[str, str], list[Event]]()
-        self._gaps, self._at = False, 0.0
+        self._unseen, self._at = Unseen(), 0.0
         self._steps, self._stopped = list[float](), math.inf
         """When each step was done; when the job was asked to stop, or ended by itself: its alerts end with it."""
 
@@ -352,26 +353,37 @@ class Alerts(FaultChecker):
             self._stopped = min(self._stopped, float(event["at"]))
 
     def gap(self, first: int, last: int) -> None:
-        self._gaps = True
+        self._unseen.gap()
 
     def transaction(self, found: Transaction) -> None:
-        self._at = found.at
+        self._unseen.seen(found.at)
         for change in found.changes:
-            if change.name == _STATUS and is_job(change) and change.new.get("phase") in ENDED_PHASES:
-                self._stopped = min(self._stopped, found.at)
-            if not change.name.startswith(_ALERTS) or not is_job(change):
-                continue
-            record = change.new
-            if not record.get("id"):
-                continue
-            seen = self._alerts.setdefault(str(record["id"]), _Seen(record, found.at if change.created else -math.inf))
-            if record.get("last_at") != seen.alert.get("last_at") or change.created:
-                seen.reported_at = found.at
-            seen.alert = record
-            seen.silenced = seen.silenced or bool(record.get("silenced_by") or record.get("suppressed"))
-            if record.get("phase") == Phase.FIRING and not seen.fired:
-                seen.fired_at, seen.proofs = found.at, [change.event]
-            seen.resolved_at = min(seen.resolved_at, found.at) if record.get("phase") == Phase.RESOLVED else math.inf
+            self._show(change, found.at, began=found.at if change.created else -math.inf)
+
+    def present(self, change: KeyChange) -> None:
+        at = float(change.event["at"])
+        self._unseen.seen(at)
+        self._show(change, at, began=-math.inf)
+
+    def listed(self, listing: Event) -> None:
+        self._unseen.seen(float(listing["at"]))
+
+    def _show(self, change: KeyChange, at: float, *, began: float) -> None:
+        """``began``: when an alert did that was not seen before."""
+        self._at = at
+        if change.name == _STATUS and is_job(change) and change.new.get("phase") in ENDED_PHASES:
+            self._stopped = min(self._stopped, at)
+        record = change.new
+        if not change.name.startswith(_ALERTS) or not is_job(change) or not record.get("id"):
+            return
+        seen = self._alerts.setdefault(str(record["id"]), _Seen(record, began))
+        if record.get("last_at") != seen.alert.get("last_at") or began > -math.inf:
+            seen.reported_at = at
+        seen.alert = record
+        seen.silenced = seen.silenced or bool(record.get("silenced_by") or record.get("suppressed"))
+        if record.get("phase") == Phase.FIRING and not seen.fired:
+            seen.fired_at, seen.proofs = at, [change.event]
+        seen.resolved_at = min(seen.resolved_at, at) if record.get("phase") == Phase.RESOLVED else math.inf
 
     def finish(self, end: Event | None) -> None:
         super().finish(end)
@@ -452,19 +464,21 @@ class Alerts(FaultChecker):
             names = ", ".join(str(fault["name"]) for fault in seen_to_happen.between(at - AFTER_S, at))
             why = f"beside the alerts that {names} may give" if names else "while no fault was under way"
             self.violated(f"{alert['kind']} of {alert['subject']} fired {why}", *of[str(alert["id"])].proofs)
-        if not self._gaps and (self._alerts or self._has_receivers):
-            for fault in found.untold:
+        unseen = self._unseen.times()
+        for fault in found.untold if self._alerts or self._has_receivers else ():
+            if not unseen.meets(began(fault), ended(fault) + AFTER_S):
                 self.violated(f"{fault['name']} of {fault.get('target')} gave no alert", fault)
 
     def _resolved(self, alerts: Iterable[tuple[_Seen, Event]]) -> None:
         """Each alert was resolved some time after its fault, and not just by the end of the job. One that fired before
         the job was to end is not judged where that time was not over by then."""
-        if self._gaps or self.run.get("target") not in OWN_TARGETS:
+        if self.run.get("target") not in OWN_TARGETS:
             return
-        faults, until = Windows(self._tried), min(self._stopped, self._at)
+        unseen, faults, until = self._unseen.times(), Windows(self._tried), min(self._stopped, self._at)
         for seen, fault in alerts:
             due = resolves_by(seen.alert, max(seen.fired_at, seen.reported_at), fault, faults)
-            if due < min(until, seen.resolved_at) and seen.alert.get("notify_resolved", True):
+            if due < min(until, seen.resolved_at) and seen.alert.get("notify_resolved", True) and not (
+                    unseen.meets(seen.fired_at, due)):
                 self.violated(f"the alert {seen.alert['kind']} of {seen.alert['subject']} stayed open for "
                               f"{RESOLVED_S:.0f} s beside {fault['name']} and all that may keep it open", *seen.proofs,
                               fault)

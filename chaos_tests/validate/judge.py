@@ -63,6 +63,8 @@ def show(events: Iterable[Event], checkers: Sequence[Checker]) -> None:
             replay.change(event)
         elif kind == Kind.GAP:
             replay.gap(event)
+        elif kind == Kind.PRESENT:
+            replay.present(event)
         elif kind == Kind.RUN:
             for checker in checkers:
                 checker.begin(event)

@@ -9,6 +9,7 @@ from chaos_tests.faults.catalogue import FAULTS
 from chaos_tests.validate.faults import FaultChecker
 from chaos_tests.validate.replay import OBSERVER_LATE_S, Transaction, below, is_job
 from chaos_tests.validate.running import RecoveryBounds
+from chaos_tests.validate.times import Unseen
 from chaos_tests.validate.verdict import OWN_TARGETS
 from elastic_rl.etcd.keys import Keys
 
@@ -26,7 +27,7 @@ class WorkOfRecoveries(FaultChecker):
     def __init__(self) -> None:
         super().__init__()
         self._steps, self._began = list[float](), dict[str, list[float]]()
-        self._known, self._gaps = set[tuple[str, str]](), False
+        self._known, self._unseen = set[tuple[str, str]](), Unseen()
         self._judged, self._bounds = 0, RecoveryBounds()
 
     def begin(self, run: Event) -> None:
@@ -38,9 +39,13 @@ class WorkOfRecoveries(FaultChecker):
         self._bounds.see(event)
 
     def gap(self, first: int, last: int) -> None:
-        self._gaps = True
+        self._unseen.gap()
+
+    def listed(self, listing: Event) -> None:
+        self._unseen.seen(float(listing["at"]))
 
     def transaction(self, found: Transaction) -> None:
+        self._unseen.seen(found.at)
         for change in filter(is_job, found.changes):
             incarnation, role = str(change.new.get("incarnation") or ""), str(change.new.get("role") or "")
             if change.name.startswith(_MEMBERS) and incarnation and (role, incarnation) not in self._known:
@@ -51,6 +56,7 @@ class WorkOfRecoveries(FaultChecker):
         super().finish(end)
         for times in (self._steps, *self._began.values()):
             times.sort()
+        unseen = self._unseen.times()
         for fault in self.happened:
             if fault.get("healed_at") is None or fault["healed_at"] < fault["injected_at"]:
                 continue  # which ``Recoveries`` judges
@@ -62,7 +68,7 @@ class WorkOfRecoveries(FaultChecker):
             self._judged += needs_step or role in self._began
             if needs_step and bisect_right(self._steps, begin) == bisect_right(self._steps, until):
                 self.violated(f"{what} after {until - begin:.1f} s, in which the job made no step", fault)
-            elif role and role in self._began and not self._gaps and bisect_left(
+            elif role and role in self._began and not unseen.meets(begin, until + OBSERVER_LATE_S) and bisect_left(
                     self._began[role], begin) == bisect_right(self._began[role], until + OBSERVER_LATE_S):
                 self.violated(f"{what}, and no other member of the role {role} has begun", fault)
             elif self.run.get("target") in OWN_TARGETS and until - begin > self._bounds.recovery_s:

@@ -44,7 +44,7 @@ class KeyChange:
     @property
     def job(self) -> str:
         """Name of its job."""
-        return self.scope.removeprefix(f"{ROOT}/").rstrip("/")
+        return job_of(self.scope)
 
     @cached_property
     def name(self) -> str:
@@ -185,6 +185,18 @@ class Replay:
         for checker in self._all:
             checker.gap(int(event["first"]), int(event["last"]))
 
+    def present(self, event: Event) -> None:
+        """What there is at the end of a gap. To the rest of the replay it is unseen: what a change was of, a checker
+        that has lost its own state cannot tell from what it has seen."""
+        self.flush()
+        if "key" in event:
+            change = KeyChange(event, None)
+            for index in sorted(self._of_name(change.name)):
+                self._all[index].present(change)
+        else:
+            for checker in self._all:
+                checker.listed(event)
+
     def flush(self) -> None:
         """The last change of a transaction was seen."""
         if not self._batch:
@@ -224,6 +236,11 @@ def scope_of(key: str) -> str:
     if key.startswith(_CLUSTERS):
         return f"{_CLUSTERS}{key.removeprefix(_CLUSTERS).partition('/')[0]}/"
     return f"{ROOT}/{key.removeprefix(f'{ROOT}/').partition('/')[0]}/"
+
+
+def job_of(scope: str) -> str:
+    """Name of the job with this root of its keys."""
+    return scope.removeprefix(f"{ROOT}/").rstrip("/")
 
 
 def below(key: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from chaos_tests.event_log import Event, Kind
 from chaos_tests.streams import STREAMS
-from chaos_tests.validate.replay import KeyChange, Replay, Store, Transaction, below, is_job
+from chaos_tests.validate.replay import KeyChange, Replay, Store, Transaction, below, is_job, job_of
 from chaos_tests.validate.verdict import OWN_TARGETS, Checker
 from elastic_rl.etcd.job_records import ENDED_PHASES
 from elastic_rl.etcd.keys import Keys
@@ -33,6 +33,7 @@ _LEAST_S = 30.0
 _STARTS, _FOUND_S = 3.0, 140.0
 """Starts of the whole job that a recovery may take, and the time until what was lost is found: a lease, and four times
 ``coordinator.suspicion_s``, by which the leader stretches it where all cores are busy."""
+_NONE = "there was none"
 _THERE = ("ready", "released")
 """States of the engines that a pool has: released ones wait for the trainer's phase to end."""
 RECOVERIES = 2
@@ -127,15 +128,23 @@ class _Shortages(Checker, ABC):
     def transaction(self, found: Transaction) -> None:
         self._at, self._revision = found.at, found.revision
         for change in filter(is_job, found.changes):
-            if change.name == STATUS and change.new:
-                if change.new.get("phase") in ENDED_PHASES:
-                    self._over.add(change.scope)
-                    for one in [one for one in self._open.values() if one.scope == change.scope]:
-                        self._close(one)
-                else:
-                    self._over.discard(change.scope)
-            elif change.scope not in self._over:
-                self.of_job(change)
+            self._show(change)
+
+    def present(self, change: KeyChange) -> None:
+        self._at, self._revision = float(change.event["at"]), max(self._revision, change.revision)
+        if is_job(change):
+            self._show(change)
+
+    def _show(self, change: KeyChange) -> None:
+        if change.name == STATUS and change.new:
+            if change.new.get("phase") in ENDED_PHASES:
+                self._over.add(change.scope)
+                for one in [one for one in self._open.values() if one.scope == change.scope]:
+                    self._close(one)
+            else:
+                self._over.discard(change.scope)
+        elif change.scope not in self._over:
+            self.of_job(change)
 
     @abstractmethod
     def of_job(self, change: KeyChange) -> None:
@@ -146,10 +155,13 @@ class _Shortages(Checker, ABC):
         return [f"{one.what}: {one.how}" for one in self._open.values()]
 
     def _is(self, change: KeyChange, what: str, how: str) -> None:
+        self._is_in(change.scope, change.event, what, how)
+
+    def _is_in(self, scope: str, proof: Event, what: str, how: str) -> None:
         """``how``: how it is short; "" where it is not."""
-        one = self._open.get((change.scope, what))
+        one = self._open.get((scope, what))
         if how and one is None:
-            self._open[change.scope, what] = _Shortage(change.scope, what, how, change.event, self._at, self._revision)
+            self._open[scope, what] = _Shortage(scope, what, how, proof, self._at, self._revision)
         elif one is not None and not how:
             one.ended = self._revision
             self._close(one)
@@ -211,6 +223,7 @@ class PoolSizes(_Shortages):
         self._desired.clear()
         self._said.clear()
         self._has_records.clear()
+        self._store = Store()
 
     def transaction(self, found: Transaction) -> None:
         self._store = found.after
@@ -263,10 +276,20 @@ class Singletons(_Shortages):
         super().__init__()
         self._members = dict[tuple[str, str], set[str]]()
         self._losses = 0
+        self._before_gap = set[tuple[str, str]]()
+        """Roles of jobs that had members at any time before."""
 
     def gap(self, first: int, last: int) -> None:
         super().gap(first, last)
+        self._before_gap |= self._members.keys()
         self._members.clear()
+
+    def listed(self, listing: Event) -> None:
+        self._at = float(listing["at"])
+        for scope, role in sorted(self._before_gap - self._members.keys()):
+            if scope not in self._over:
+                self._members[scope, role] = set()
+                self._is_in(scope, listing, self._what(scope, role), _NONE)
 
     def of_job(self, change: KeyChange) -> None:
         role, _, name = change.name.removeprefix(MEMBERS).partition("/")
@@ -281,7 +304,11 @@ class Singletons(_Shortages):
             members.discard(name)
             self._losses += 1
         self.judged += 1
-        self._is(change, f"the {role} of {change.job}", "" if members else "there was none")
+        self._is(change, self._what(change.scope, role), "" if members else _NONE)
+
+    @staticmethod
+    def _what(scope: str, role: str) -> str:
+        return f"the {role} of {job_of(scope)}"
 
     def evidence(self) -> str:
         roles = ", ".join(sorted({role for _, role in self._members}))
@@ -323,6 +350,9 @@ class Presence:
 
     def gap(self, gap: Event) -> None:
         self._replay.gap(gap)
+
+    def present(self, found: Event) -> None:
+        self._replay.present(found)
 
     def short(self) -> list[str]:
         self._replay.flush()

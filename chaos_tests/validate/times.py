@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+
+
+class Unseen:
+    """Collects the times that the observer did not see: from the last change before a gap to the first after it."""
+
+    def __init__(self) -> None:
+        self._gaps, self._last, self._since = list[tuple[float, float]](), 0.0, math.inf
+
+    def gap(self) -> None:
+        self._since = min(self._since, self._last)
+
+    def seen(self, at: float) -> None:
+        """A change was seen at a time."""
+        if self._since < math.inf:
+            self._gaps.append((self._since, at))
+            self._since = math.inf
+        self._last = at
+
+    def times(self) -> Times:
+        return Times([*self._gaps, *([(self._since, math.inf)] if self._since < math.inf else [])])
 
 
 class Times:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from chaos_tests.event_log import Event, Kind
 
 if TYPE_CHECKING:
-    from chaos_tests.validate.replay import Transaction
+    from chaos_tests.validate.replay import KeyChange, Transaction
 
 MOST_SHOWN = 20
 """Violations of one checker that are kept; further ones are counted."""
@@ -114,6 +114,13 @@ class Checker:
 
     def gap(self, first: int, last: int) -> None:
         """The changes of these revisions were not seen. What is known of the keys is no longer true."""
+
+    def present(self, change: KeyChange) -> None:
+        """A key, of those of ``keys``, that was there at the end of the last gap, with the last change that it had."""
+
+    def listed(self, listing: Event) -> None:
+        """All keys that were there at the end of the last gap have been shown. Not called where they could not be
+        read."""
 
     def finish(self, end: Event | None) -> None:
         """The log's end. What is known only then is violated here."""

@@ -48,6 +48,23 @@ class Log:
             self.add(Kind.CHANGE, revision=self.revision, put=value is not None, key=key, create=created,
                      value=json.dumps(value) if value is not None else "")
 
+    def gap(self, unseen: Callable[[Log], object] = lambda log: None, *, listed: bool = True) -> None:
+        """What the observer did not see, and what it showed after it. ``unseen`` makes the changes."""
+        first, before = self.revision + 1, len(self.records)
+        self.put((f"{KEYS.root}unseen", {"n": first}))
+        unseen(self)
+        hidden, there = [r for r in self.records[before:] if r["kind"] == Kind.CHANGE], dict[str, Record]()
+        self.records[before:] = [r for r in self.records[before:] if r["kind"] != Kind.CHANGE]
+        self.add(Kind.GAP, first=first, last=self.revision)
+        for record in [*self.records, *hidden]:
+            if record["kind"] == Kind.CHANGE:
+                there[record["key"]] = record
+        for _, record in sorted(there.items()) if listed else ():
+            if record["put"]:
+                self.records.append({**record, "at": self.at, "kind": Kind.PRESENT.value})
+        if listed:
+            self.add(Kind.PRESENT, listed=self.revision)
+
     def event(self, name: str, subject: str, severity: str = "info") -> None:
         self.add(Kind.EVENT, id=f"{len(self.records)}", name=name, subject=subject, severity=severity, message=name)
 

@@ -114,3 +114,17 @@ def test_one_time_event_has_no_end() -> None:
     for record in log.records:
         record["value"] = record.get("value", "").replace('"notify_resolved": true', '"notify_resolved": false')
     assert log.found() == []
+
+
+@pytest.mark.parametrize(("first", "last", "found"), [
+    (500.0, 520.0, [STAYS, "I9: engine_killed of e2 gave no alert"]), (405.0, 420.0, [STAYS]),
+    (20.0, 30.0, ["I9: engine_killed of e2 gave no alert"])],
+    ids=["after both", "beside the fault", "in which it may have ended"])
+def test_only_what_a_gap_may_hide_is_not_judged(first: float, last: float, found: list[str]) -> None:
+    log = with_alert(901.0, 900.0)
+    log.fault(400.0, 410.0, "e2")
+    log.put(first, KEYS.dcs_catalog(), id="c")
+    log.records.append({"at": START + first + 0.1, "kind": Kind.GAP, "first": 900, "last": 901})
+    log.records.append({"at": START + last, "kind": Kind.PRESENT, "listed": 901})
+    log.records.sort(key=lambda record: record["at"])
+    assert log.found() == found

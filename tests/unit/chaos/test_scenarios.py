@@ -115,6 +115,6 @@ def test_no_strike_has_two_faults_of_one_part_or_of_one_host(name: str) -> None:
     for strike in strikes:
         struck = [one for fault in strike.faults for one in FAULTS[fault].victims or {FAULTS[fault].part}]
         assert len({*struck}) == len(struck), strike
-    if name == "every":
-        assert SCENARIOS[name].rest_steps and not SCENARIOS[name].together, "weights are compared after each fault alone"
+    if name == "every":  # weights are compared after each fault alone
+        assert SCENARIOS[name].rest_steps and not SCENARIOS[name].together
     assert bool(SCENARIOS[name].count and SCENARIOS[name].together) == any(len(strike.faults) > 1 for strike in strikes)

@@ -9,8 +9,10 @@ import pytest
 from support.chaos_log import CLUSTER, KEYS, Log
 from test_end_of_run import SHORT, Ended, broken
 
+from chaos_tests.event_log import Kind
 from chaos_tests.validate import judge
 from chaos_tests.validate.leadership import Leaders
+from chaos_tests.validate.running import Presence
 from chaos_tests.validate.trends import BLOCKS, LIMITS, Trend, trend_of
 
 
@@ -29,6 +31,23 @@ def test_what_comes_back_after_the_stop_was_asked_for_was_short_then(name: str) 
 
     assert broken(BackAfterwards(lost)) == {rule}
     assert broken(BackAfterwards(lambda log: (lost(log), back(log)))) == set()
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_what_is_short_is_found_also_after_a_gap_and_in_it(name: str) -> None:
+    rule, lost, back = SHORT[name]
+    assert broken(Ended(lambda log: (log.gap(), lost(log)))) == {rule}
+    assert broken(Ended(lambda log: log.gap(lost))) == {rule}
+    assert broken(Ended(lambda log: (log.gap(lost), back(log)))) == set()
+    assert broken(Ended(lambda log: (lost(log), log.gap(back)))) == set()
+    assert broken(Ended(lambda log: (lost(log), log.gap()))) == {rule}
+    assert broken(Ended(lambda log: log.gap(lost, listed=False))) == set(), "nobody knows what there is"
+    presence = Presence()
+    for record in Ended(lambda log: log.gap(lost), stop=False).records:
+        if record["kind"] in (Kind.CHANGE, Kind.GAP, Kind.PRESENT):
+            {Kind.CHANGE: presence.see, Kind.GAP: presence.gap, Kind.PRESENT: presence.present}[record["kind"]](record)
+            if record.get("listed"):
+                assert len(presence.short()) == 1
 
 
 def grows(values: list[float]) -> bool:
