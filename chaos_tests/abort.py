@@ -18,7 +18,7 @@ from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.records import Severity
 from elastic_rl.faults.undo import FILE, Undone, UndoRegistry, shown, undo_all
 from elastic_rl.host import file_lock
-from elastic_rl.runtime.files import require_own_folder
+from elastic_rl.runtime.files import os_error_text, require_own_folder
 from elastic_rl.runtime.waiting import wait_until
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 ABORT_FILE, LOCK_FILE = "abort", "runner.lock"
 STRIKES_FILE = "chaos.lock"
 """In the folder of a cluster: locked by the run that strikes it, where that is not its own."""
+_ANOTHER = "name another folder with --out"
 TRIES = "try-*"
 """Folders of the runs of ``chaos shrink``, in its own."""
 _REACTS_S = 60.0
@@ -73,16 +74,16 @@ def running(folder: Path) -> Iterator[AbortSwitch]:
     """Makes this process the one that runs in a folder within the block, which is made unless it is there; at its end,
     whatever it is, what faults have left is undone. Raises ConfigError where another one does, or for a folder that
     others may enter, and PreflightFailed for a folder of another user, or a link."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    require_own_folder(folder, hint="name another folder with --out")
-    if (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o077:
-        raise ConfigError(f"others may enter {folder} (mode {mode:o}), and read what the run writes there",
-                          hint="chmod 700 it, or name a new folder with --out")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+    except OSError as e:
+        raise ConfigError(f"{folder} cannot be made: {os_error_text(e)}", hint=_ANOTHER) from e
+    require_private(folder)
     with _opened(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT) as lock:
         if not file_lock.taken(lock):
-            raise ConfigError(f"another process runs in {folder}", hint="name another folder with --out")
+            raise ConfigError(f"another process runs in {folder}", hint=_ANOTHER)
         try:
             (folder / ABORT_FILE).unlink(missing_ok=True)
         except OSError as e:
@@ -92,6 +93,14 @@ def running(folder: Path) -> Iterator[AbortSwitch]:
         finally:
             for line in undo_all(folder).failed:
                 log.warning("not undone: %s", line)
+
+
+def require_private(folder: Path) -> None:
+    """Raises ConfigError for a folder that others may enter, and PreflightFailed for one of another user, or a link."""
+    require_own_folder(folder, hint=_ANOTHER)
+    if (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o077:
+        raise ConfigError(f"others may enter {folder} (mode {mode:o}), and read what the run writes there",
+                          hint="chmod 700 it, or name a new folder with --out")
 
 
 @contextmanager

@@ -132,8 +132,10 @@ class EventLog:
         self._file.close()
 
 
-_MOST_BYTES = 256 << 20
-"""Most bytes of a line: a report of a long run is in the last one."""
+_MOST_BYTES, _MOST_OF_OTHERS = 256 << 20, 8 << 20
+"""Most bytes of a line: a report of a long run is in the last one. What is read of a line takes 30 times as much."""
+_BEGIN_BYTES = 100
+"""A record has its time and its kind within so many bytes."""
 _MOST_S = 1e12
 _MOST_STEPS = 1_000_000_000
 _KINDS = frozenset(kind.value for kind in Kind)
@@ -222,7 +224,9 @@ def read(path: Path) -> Iterator[Event]:
                     raise ValueError(f"{path} has no record: the run ended before it began")
                 return
             try:
-                record = json.loads(line)
+                if len(line) > _MOST_OF_OTHERS and b'"kind": "end"' not in line[:_BEGIN_BYTES]:
+                    raise ValueError(f"it is longer than {_MOST_OF_OTHERS >> 20} MiB")
+                record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
                 if number == 1 and (type(record) is not dict or record.get("kind") != Kind.RUN
                                     or record.get("form") != FORM):
                     raise ValueError(f"this is no event log of form {FORM}")

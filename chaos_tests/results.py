@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from chaos_tests import abort, report
+from chaos_tests.event_log import Records
 from chaos_tests.faults.catalogue import FAULTS
 from chaos_tests.nemesis.schedule import Schedule
 from chaos_tests.report import BASELINE, EVENTS, Judged
@@ -59,11 +61,20 @@ def schedule_at(path: Path) -> Schedule:
 
 
 def require_new(folder: Path) -> None:
-    """Raises ConfigError for a folder that has results, or anything else that is no run's."""
+    """Raises ConfigError for a folder that has results, or anything else that is no run's, and as
+    ``abort.require_private``."""
     if (folder / EVENTS).exists() or (folder / BASELINE).exists():
         raise ConfigError(f"{folder} has the results of a run", hint="name another folder with --out")
+    if folder.exists():
+        abort.require_private(folder)
     if folder.is_dir() and (others := [path.name for path in folder.iterdir() if path.name not in _BEFORE_A_RUN]):
         raise ConfigError(f"{folder} is not empty: it has {min(others)}", hint="name a new folder with --out")
+
+
+def is_of(folder: Path, schedule: Schedule) -> bool:
+    """Whether the log in a folder is of a run of this schedule. Raises ValueError for a file that is no log."""
+    run = next(iter(Records(folder / EVENTS)))
+    return bool(run.get("schedule") == json.loads(shown(schedule).to_json()))
 
 
 def shown(schedule: Schedule) -> Schedule:

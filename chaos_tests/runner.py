@@ -174,6 +174,7 @@ def _log_of(folder: Path, schedule: Schedule, cfg: Config, target: str, limits: 
     try:
         event_log.write(
             Kind.RUN, form=FORM, scenario=schedule.scenario, seed=schedule.seed, target=target, baseline=baseline,
+            compares=not baseline and (folder / BASELINE).exists(),
             schedule=json.loads(shown(schedule).to_json()), arguments=[*limits.arguments], recovery_s=limits.recovery_s,
             settings=secrets.redacted(cfg.model_dump(mode="json")),
             versions=versions(), commit=commit(), traffic=[*traffic],

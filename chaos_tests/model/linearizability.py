@@ -25,6 +25,8 @@ MAX_STEPS = 50_000_000
 with which it compares what comes of them."""
 _FIRST_BUDGET = 10_000
 """The same for the first try, before another order is tried."""
+_MOST_UNDER_WAY = 5_000_000
+"""Most operations under way at the answers of a key, all in all. A client has one at a time."""
 
 
 class Model(Protocol[S]):
@@ -162,7 +164,7 @@ class _Search(Generic[S]):
         """The order with one operation more, which was not tried yet; None where none can come next."""
         for number, bit in self._candidates(frame, answers[frame.answer], eager=eager):
             operation = self.operations[number]
-            self._steps += 1
+            self._steps += 1 + answers[frame.answer].unknown // 64  # a word of each set of them
             state = self.model.step(frame.state, operation)
             if state is None or bit and state == frame.state:
                 continue  # one that is never answered, and changes nothing, need not have happened
@@ -206,10 +208,12 @@ class _Search(Generic[S]):
         overlap."""
         moments = [(o.began_s, 0, number) for number, o in enumerate(self.operations)]
         moments += [(o.ended_s, 1, number) for number, o in enumerate(self.operations) if o.ended_s is not None]
-        under_way, found = dict[int, None](), list[_Answer]()
+        under_way, found, kept = dict[int, None](), list[_Answer](), 0
         for _, is_answer, number in sorted(moments):
             if is_answer:
                 del under_way[number]
+                if (kept := kept + len(under_way)) > _MOST_UNDER_WAY:
+                    raise Undecided(f"{self.key}: {len(self.operations)} operations, of which {len(under_way)} overlap")
                 found.append(_Answer(number, tuple(under_way), len(self._unknown)))
             elif self.operations[number].ended_s is None:
                 self._unknown.append(number)

@@ -18,8 +18,8 @@ FORM = 2
 """Form of the file. One of another form is refused."""
 _MOST = 1 << 128
 """Numbers of a schedule are below it; a seed may be long."""
-_MOST_STEPS, _MOST_MINUTES = 10_000_000, 60_000.0
-"""As long as ``chaos run`` lets a run be."""
+_MOST_STEPS, _MOST_MINUTES, _MOST_FAULTS = 10_000_000, 60_000.0, 10_000
+"""As long as ``chaos run`` lets a run be, and as many faults as it lets it have."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,8 @@ class Schedule:
             raise ValueError(f"{odd!r} is no setting of the form --key.sub=value")
         if strange := {name for strike in strikes for name in strike.faults} - {*catalogue}:
             raise ValueError(f"unknown faults: {', '.join(sorted(strange))}; known: {', '.join(sorted(catalogue))}")
+        if found.faults > _MOST_FAULTS:
+            raise ValueError(f"it has {found.faults:,} faults, and a run has {_MOST_FAULTS:,} at most")
         if bool(found.steps) == found.by_time or found.steps > _MOST_STEPS or found.minutes > _MOST_MINUTES:
             raise ValueError(f"a run has steps, at most {_MOST_STEPS:,}, or minutes, at most {_MOST_MINUTES:,.0f}")
         if found.by_time:

@@ -54,6 +54,8 @@ class Judged:
 def read(folder: Path) -> Judged:
     """Judges the log in a folder of results. Raises ValueError where a file is no log, and OSError."""
     log, its = Records(folder / EVENTS), folder / BASELINE / EVENTS
+    if (its.exists() or its.is_symlink()) and not its.is_file():
+        raise ValueError(f"{its} is no regular file")
     baseline = Records(its) if its.is_file() else None
     return Judged(timeline(log), timeline(baseline) if baseline is not None else None, judge(log, baseline))
 

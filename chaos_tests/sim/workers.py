@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import closing
@@ -102,6 +103,7 @@ def _end(worker: _Worker) -> None:
 def _work(pipe: Connection) -> None:
     """Carries tasks out until the process is ended, or the one that has sent them has."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal; the first one ends this
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     logging.disable()  # what the product logs in worlds that fail is expected
     try:
         with closing(pipe):
@@ -109,6 +111,14 @@ def _work(pipe: Connection) -> None:
                 pipe.send(pipe.recv().played())
     except (EOFError, BrokenPipeError):
         return
+
+
+def _end_with_parent() -> None:
+    """Ends this process, also in mid-work, with the one that has sent its tasks, however that ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def cores() -> int:

@@ -43,6 +43,9 @@ def judge(events: Iterable[Event], baseline: Iterable[Event] | None = None) -> l
     ``events``: the records of a log, which are read once and not held. ``baseline``: the log of the run without faults.
     """
     told = _Told(events)
+    if baseline is None and next(iter(told.checkers)).run.get("compares"):
+        told.extra.append(Violation(RUN, "the log of the same job without faults, which it is compared with, is not "
+                                         "there"))
     if baseline is not None:
         its = _Told(baseline)
         for checker, other in zip(told.checkers, its.checkers, strict=True):

@@ -160,6 +160,7 @@ def replay(ctx: typer.Context, path: Annotated[Path, typer.Argument(metavar="FOL
 
     With --job=NAME it strikes that job, which runs already, as `chaos run` does."""
     from chaos_tests import results
+    from elastic_rl.config import secrets
     schedule, attaches = results.schedule_at(path), names_target(ctx, file)
     _require_effect(ctx, attaches, *(["faults"] if not attaches else []))
     if not attaches:
@@ -170,7 +171,7 @@ def replay(ctx: typer.Context, path: Annotated[Path, typer.Argument(metavar="FOL
         schedule = replace(schedule, settings=(*kept, *given),
                            baseline=schedule.baseline if baseline is None else baseline)
         for word in kept:
-            _progress(f"the schedule has the setting {word}")
+            _progress(f"the schedule has the setting {secrets.redacted_setting(word)}")
         _own(ctx, schedule, out_folder, dry_run=dry_run, output=output)
         return
     if not schedule.by_time:
@@ -194,7 +195,8 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", parse
     from chaos_tests import report, results, runner
     from chaos_tests.abort import by_operator
     from chaos_tests.nemesis.schedule import shrunk
-    schedule = replace(results.schedule_at(path), baseline=False)
+    given = results.schedule_at(path)
+    schedule = replace(given, baseline=False)
     _require_possible(schedule)
     if schedule.faults < 2:
         raise ConfigError(f"the schedule has {counted(schedule.faults, 'fault')}: there are no fewer to look for",
@@ -202,10 +204,14 @@ def shrink(path: Annotated[Path, typer.Argument(metavar="FOLDER|SCHEDULE", parse
     broken, of = frozenset[str](), path if path.is_dir() else path.parent
     if (of / report.EVENTS).is_file():
         with _of_a_log(of):
-            broken = results.outcome_of(of).broken
-        if not broken:
+            is_of = path.is_dir() or results.is_of(of, given)
+            broken = results.outcome_of(of).broken if is_of else broken
+        if not is_of:
+            _progress(f"the run in {of} is of another schedule: any failure counts")
+        elif not broken:
             raise ConfigError(f"the run in {of} broke no rule", hint="name one that has failed")
-        _progress(f"a part fails that breaks {' or '.join(sorted(broken))}")
+        else:
+            _progress(f"a part fails that breaks {' or '.join(sorted(broken))}")
     folder = out_folder or _new_folder(schedule, Path("runs"), "shrink")
     with _of_files("name another folder with --out"):
         try:
@@ -280,7 +286,10 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", parser=_folde
     from chaos_tests.event_log import Records
     folder = folder.parent if folder.name == report.EVENTS else folder
     with _of_files("check it as a user who may read it"):
-        there = (folder / report.EVENTS).is_file()
+        there, its = ((of / report.EVENTS).is_file() for of in (folder, folder / report.BASELINE))
+    if its and not there:
+        raise ConfigError(f"the run in {folder} ended in its baseline, without faults",
+                          hint=f"elastic-rl chaos check {shlex.quote(str(folder / report.BASELINE))}")
     if not there:
         raise ConfigError(f"there is no {report.EVENTS} in {folder}", hint="name a folder that `chaos run` has written")
     with _of_a_log(folder):
@@ -307,9 +316,11 @@ def _of_a_log(folder: Path) -> Iterator[None]:
     """The block judges a log. Raises ConfigError where it cannot be judged."""
     try:
         yield
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, OSError) as e:
+    except OSError as e:
+        raise ConfigError(os_error_text(e), hint="check it as a user who may read it") from e
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
         logging.getLogger(__name__).debug("the log in %s cannot be judged", folder, exc_info=True)
-        raise ConfigError(str(e) if isinstance(e, ValueError | OSError) else
+        raise ConfigError(str(e) if isinstance(e, ValueError) else
                           f"the log in {folder} has records of another form: {type(e).__name__} {e}",
                           hint="it is damaged, or of another release") from e
 
@@ -330,7 +341,9 @@ def sim(seeds: Annotated[int, typer.Option("--seeds", min=1, max=_MOST_STEPS, he
     """Run simulated worlds with many seeds; code 1 where a rule is broken, or a world has not run at all."""
     from chaos_tests.sim import command, workers
     from chaos_tests.sim.worlds import WORLDS
-    given = [name.strip() for word in worlds or () for name in word.split(",")]
+    given = [name.strip() for word in worlds or () for name in word.split(",") if name.strip()]
+    if worlds and not given:
+        raise ConfigError("--worlds names no world", hint=f"known: {', '.join(WORLDS)}")
     names = [*dict.fromkeys(given or WORLDS)]
     if unknown := [name for name in names if name not in WORLDS]:
         raise ConfigError(f"there are no worlds {', '.join(unknown)}", hint=f"known: {', '.join(WORLDS)}")
@@ -454,6 +467,7 @@ def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, *, dry_run
     folder = folder or _new_folder(schedule, location(ctx, None).run_dir)
     if runner.scenario_of(schedule).tier is Tier.TEST_HOSTS:
         require_visible(folder)
+    results.require_new(folder)
     if dry_run:
         sys.stdout.write(results.shown(schedule).to_json())
         return
@@ -465,7 +479,7 @@ def _own(ctx: typer.Context, schedule: Schedule, folder: Path | None, *, dry_run
 def _attached(ctx: typer.Context, file: Path | None, schedule_of: Callable[[Target, BlastRadius], Schedule],
               radius: BlastRadius, folder: Path | None, recovery_minutes: float, *, dry_run: bool, yes: bool,
               output: Format) -> None:
-    from chaos_tests import abort, blast_radius, runner
+    from chaos_tests import abort, blast_radius, results, runner
     from chaos_tests.faults.catalogue import met
     from chaos_tests.target import running_cluster
     if os.environ.get(URL_ENV) and not any(word.startswith(("--run_dir=", "--cluster=")) for word in ctx.args):
@@ -492,6 +506,7 @@ def _attached(ctx: typer.Context, file: Path | None, schedule_of: Callable[[Targ
             sys.stdout.write(schedule.to_json())
             return
         folder = folder or _new_folder(schedule, target.cfg.run_dir)
+        results.require_new(folder)
         _say_strikes(schedule, radius, target, replicas)
         for killed, left in abort.left_by_killed_runs(folder.parent).items():
             for line in left:

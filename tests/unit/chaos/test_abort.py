@@ -152,3 +152,5 @@ def test_folder_of_a_run_is_private_and_a_link_or_fifo_in_it_is_neither_followed
     (tmp_path / "link").symlink_to(tmp_path / "new")
     with pytest.raises(PreflightFailed, match="not a folder of this user"), abort.running(tmp_path / "link"):
         pass
+    with pytest.raises(ConfigError, match="cannot be made"), abort.running(precious / "run"):
+        pass

@@ -247,6 +247,14 @@ def test_readings_that_overlap_are_not_tried_in_all_orders() -> None:
     assert found.stuck[-1] == wrong
 
 
+def test_calls_that_all_overlap_are_undecided_before_they_are_held() -> None:
+    """No client has two calls under way, and no run thousands of clients."""
+    calls = [Operation(str(n), "k", READ, None, 0.0, 9.0 + n, [0, 1]) for n in range(4_000)]
+    with pytest.raises(Undecided, match="overlap"):
+        check(MODEL, calls)
+    assert check(MODEL, calls[:300]) == []
+
+
 def test_operation_that_ends_before_it_begins_is_no_history() -> None:
     with pytest.raises(ValueError, match="ends before it begins"):
         check(MODEL, [Operation("a", "k", READ, None, 2.0, 1.0, [0, 1])])

@@ -94,6 +94,14 @@ def test_schedule_with_a_name_twice_is_refused() -> None:
         Schedule.from_json(text, [*CATALOGUE])
 
 
+def test_schedule_with_more_faults_than_a_run_may_have_is_refused() -> None:
+    fields = json.loads(drawn(1, 60, 6, CATALOGUE).to_json())
+    strikes = [{"step": n, "faults": ["fault-1"], "second": 0} for n in range(1, 10_002)]
+    with pytest.raises(ValueError, match="it has 10,001 faults"):
+        Schedule.from_json(json.dumps(fields | {"steps": 20_000, "strikes": strikes}), [*CATALOGUE])
+    assert Schedule.from_json(json.dumps(fields | {"steps": 20_000, "strikes": strikes[1:]}), [*CATALOGUE]).faults
+
+
 def test_schedule_that_is_nested_too_deeply_is_refused() -> None:
     with pytest.raises(ValueError, match="nested too deeply"):
         Schedule.from_json("[" * 100_000, [*CATALOGUE])

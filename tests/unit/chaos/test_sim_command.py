@@ -83,9 +83,11 @@ def test_process_that_dies_is_an_error_and_no_other_one_is_left() -> None:
     assert not [p for p in psutil.Process().children() if "multiprocessing.spawn" in " ".join(p.cmdline())]
 
 
-def test_interrupt_ends_all_processes() -> None:
+@pytest.mark.parametrize(("number", "code"), [
+    (signal.SIGINT, Exit.INTERRUPTED), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)])
+def test_all_processes_end_with_the_first_one(number: signal.Signals, code: int) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "chaos_tests.sim", "--seeds", "1000000", "--worlds", "election", "--jobs", "2"],
+        [sys.executable, "-m", "chaos_tests.sim", "--seeds", "1000000", "--worlds", "cluster", "--jobs", "2"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's background job ignores it
     try:
@@ -94,8 +96,8 @@ def test_interrupt_ends_all_processes() -> None:
 
         wait_until(lambda: len(children()) == 2, what="two processes run worlds")
         ended = children()
-        process.send_signal(signal.SIGINT)  # to the first one alone
-        assert process.wait(120) == Exit.INTERRUPTED
+        process.send_signal(number)  # to the first one alone
+        assert process.wait(120) == code
         wait_until(lambda: not any(p.is_running() for p in ended), what="they have ended")
     finally:
         process.kill()

@@ -468,6 +468,12 @@ def test_log_is_judged_from_its_file_without_being_held(tmp_path: Path) -> None:
     assert JOB in {v.rule: v for v in from_file}["I13"].evidence
 
 
+def test_run_whose_baseline_is_not_there_is_worth_nothing() -> None:
+    records = Log().records
+    records[0]["compares"] = True
+    assert violated(records) == ["run"] and violated(records, Log(faults=False).records) == []
+
+
 def test_fault_that_may_go_unnoticed_need_not_be_detected() -> None:
     found = verdicts(with_(fault(detected_at=None, may_go_unnoticed=True)))
     assert not [verdict for verdict in found.values() if verdict.state is State.VIOLATED]

@@ -421,10 +421,36 @@ def test_schedule_of_one_fault_is_not_shrunk(strikes: tuple[Strike, ...], runs: 
 def test_results_beside_a_schedule_count_where_it_is_named_itself(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (file := tmp_path / "schedule.json").write_text("\ufeff" + SCHEDULE.to_json(), encoding="utf-8")
-    (tmp_path / report.EVENTS).touch()
+    log = tmp_path / report.EVENTS
+    log.write_text(json.dumps(FIRST | {"schedule": json.loads(SCHEDULE.to_json())}) + "\n")
     monkeypatch.setattr(results, "outcome_of", lambda path: Outcome(path, []))
     assert run("shrink", str(file)) == Exit.USAGE
     assert f"the run in {tmp_path} broke no rule" in capsys.readouterr().err
+
+
+def test_results_of_another_schedule_do_not_count(runs: list[dict[str, Any]], tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    (file := tmp_path / "mine.json").write_text(SCHEDULE.to_json())
+    (tmp_path / report.EVENTS).write_text(json.dumps(FIRST) + "\n")
+    run("shrink", str(file), "--tries", "1", "--out", str(tmp_path / "new"))
+    assert "is of another schedule: any failure counts" in capsys.readouterr().err and runs
+
+
+def test_run_that_ended_in_its_baseline_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / report.BASELINE).mkdir()
+    (tmp_path / report.BASELINE / report.EVENTS).write_text(json.dumps(FIRST) + "\n")
+    assert run("check", str(tmp_path)) == Exit.USAGE
+    assert f"chaos check {tmp_path / report.BASELINE}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [(), ("--dry-run",)])
+def test_folder_of_results_is_refused_before_anything_is_done(
+        option: tuple[str, ...], runs: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        ) -> None:
+    (tmp_path / report.EVENTS).touch()
+    assert run("run", "--scenario", "quick", "--out", str(tmp_path), *option) == Exit.USAGE and not runs
+    told = capsys.readouterr()
+    assert "has the results of a run" in told.err and not told.out and "the results go to" not in told.err
 
 
 FIRST = {"at": 1.0, "kind": "run", "form": FORM, "scenario": "quick", "seed": 1, "settings": {}, "schedule": {}}

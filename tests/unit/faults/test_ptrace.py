@@ -77,7 +77,7 @@ def test_python_code_waits_while_its_gil_is_held_and_goes_on_after_it() -> None:
 def test_process_that_does_nothing_has_no_gil_to_hold() -> None:
     with running(SLEEPS) as process:
         assert process.stdout is not None and process.stdout.readline() == "\n"
-        with pytest.raises(DeadlineExceeded, match="no thread"):
+        with pytest.raises(DeadlineExceeded, match="no thread|was not seen to stop"):
             ptrace.hold_gil(process.pid, 5.0, find_s=0.5)
         assert process.poll() is None
 
