@@ -75,9 +75,10 @@ class GroupWorker(ABC):
         """The result that rank 0 gives beside the tensors of a command."""
         return {}
 
-    def _idle(self) -> Message:
-        """Rank 0: what the ranks do while there is no command; waits for the next one."""
-        self.board.wake.wait(self._idle_s)
+    def _idle(self, most_s: float = math.inf) -> Message:
+        """Rank 0: what the ranks do while there is no command; waits for the next one. ``most_s``: seconds until there
+        is something to do without one."""
+        self.board.wake.wait(min(self._idle_s, most_s))
         self.board.wake.clear()
         return Message(Order.IDLE)
 

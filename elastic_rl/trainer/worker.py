@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -189,7 +190,7 @@ class TrainerWorker(GroupWorker):
             return self._give_up(self._moving)
         command = self._moving or self.board.next()
         if command is None:
-            return self._idle()
+            return self._idle(self._held_back_s() if must_republish else self.checkpoints.republish_in_s())
         try:
             self._learn_term()
             earlier = self.gate.admit(command, self.progress, self._staleness_rule())
@@ -234,6 +235,12 @@ class TrainerWorker(GroupWorker):
     def _awaits_parts(self) -> bool:
         """Whether parts of a step are accumulated, and others are on their way."""
         return bool(self.train_step.parts.count) and time.monotonic() - self._part_at < _NEXT_PART_S
+
+    def _held_back_s(self) -> float:
+        """Seconds until parts no longer hold a publish back; inf where something else does."""
+        if self._offloaded or not self.train_step.parts.count:
+            return math.inf
+        return max(0.0, self._part_at + _NEXT_PART_S - time.monotonic())
 
     def _begin_publish(self, wanted: _Wanted) -> Message:
         """Takes the numbers of a publish while no other rank waits for this one: etcd may be away for an hour, and a

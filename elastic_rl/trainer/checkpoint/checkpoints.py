@@ -11,6 +11,7 @@ the weights of that time, until one is committed.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -228,6 +229,10 @@ class Checkpoints:
             self._retry.reset()
         self._collect_dropped()
         return bool(self._dropped) and self._retry.is_due(time.monotonic())
+
+    def republish_in_s(self) -> float:
+        """Seconds until a dropped publish, if there is one, may be repeated; inf where there is none."""
+        return self._retry.left_s(time.monotonic()) if self._dropped else math.inf
 
     def finish(self) -> None:
         """Waits for the publish in flight."""

@@ -23,10 +23,11 @@ from elastic_rl.data.queue.step_groups import SampleRef
 from elastic_rl.data.queue.summary import SampleSummary
 from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.dcs.security import Security
-from elastic_rl.errors import ConfigError, GroupsLost
+from elastic_rl.errors import ConfigError, GroupReformed, GroupsLost
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
+from elastic_rl.trainer.service import client as client_module
 from elastic_rl.trainer.service.board import Board
 from elastic_rl.trainer.service.client import TrainerClient
 from elastic_rl.trainer.service.commands import ForwardLogprobs, Update
@@ -212,6 +213,21 @@ class Between(httpx.BaseTransport):
 
     def put_before(self, client: TrainerClient) -> None:
         client._http = httpx.Client(transport=self, headers=client._http.headers)
+
+
+def test_group_that_forms_again_is_seen_before_shares_are_sent_again(
+        etcd: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_UPLOAD_RETRY_S", (3600.0, 3600.0))
+    with client_of([Board(1 << 20)], etcd, keys) as client, ThreadPoolExecutor(1) as thread:
+        client.wait_ready()
+        waits = threading.Event()
+        client._on_wait = lambda text: waits.set()
+        client._shares = ("http://127.0.0.1:9",)  # the rank has died
+        uploading = thread.submit(client.forward_logprobs, batch())
+        assert waits.wait(60)
+        with (Membership(etcd, keys, "trainer", "rank-0", ttl_s=5, url="http://127.0.0.1:9", epoch=1).start(),
+              pytest.raises(GroupReformed)):
+            uploading.result(60)
 
 
 def test_answer_that_is_garbage_is_asked_for_again(etcd: EtcdClient, keys: Keys) -> None:
