@@ -45,7 +45,8 @@ def test_run_on_an_own_cluster_is_struck_watched_and_judged(tmp_path: Path, monk
     written = Counter(event["kind"] for event in read(folder / LOG))
     assert end["records"] == {kind: count for kind, count in written.items() if kind not in (Kind.RUN, Kind.END)}
     assert written.keys() >= {*Kind} - {
-        Kind.GAP, Kind.LEFTOVER, Kind.STOP, Kind.UNANSWERED, *OF_RUNS_WITHOUT_FAULTS}, "a kind that nobody has written"
+        Kind.GAP, Kind.PRESENT, Kind.LEFTOVER, Kind.STOP, Kind.UNANSWERED, *OF_RUNS_WITHOUT_FAULTS
+        }, "a kind that nobody has written"
     assert {event["name"] for event in records(folder, Kind.EVENT)} >= {"leader.elected", "alerts.silenced"}
     last = {kind: records(folder, kind)[-1] for kind in (Kind.CHANGE, Kind.WATCH)}
     assert all(event["revision"] >= end["revision"] for event in last.values()), "the last change, by both"
