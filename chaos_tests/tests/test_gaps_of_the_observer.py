@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.etcd_server import EtcdServers
 from support.waiting import wait_until
 
@@ -17,10 +19,24 @@ MANY = 1203
 """More keys than are read at once."""
 
 
+@pytest.fixture
+def own_etcd(tmp_path: Path) -> Iterator[EtcdServers]:
+    """Others read the history of the one that they share from its begin."""
+    servers = EtcdServers(tmp_path / "etcd", 1)
+    try:
+        yield servers.start()
+    finally:
+        servers.close()
+
+
 def test_keys_at_the_end_of_a_gap_are_shown_and_then_what_follows(
-        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+        own_etcd: EtcdServers, keys: Keys, tmp_path: Path) -> None:
+    with EtcdClient(own_etcd.endpoints) as etcd:
+        observe_after_a_gap(own_etcd, etcd, f"{keys.root}gap/", tmp_path)
+
+
+def observe_after_a_gap(own_etcd: EtcdServers, etcd: EtcdClient, root: str, folder: Path) -> None:
     seen, listed = list[tuple[str, Any]](), threading.Event()
-    root = f"{keys.root}gap/"
 
     def present(found: dict[str, Any]) -> None:
         seen.append(("present", found))
@@ -34,8 +50,8 @@ def test_keys_at_the_end_of_a_gap_are_shown_and_then_what_follows(
     etcd.delete(f"{root}deleted")
     last = etcd.put(f"{root}k0000", b"2")
     etcd.compact(last)
-    observer = Observer(etcd_servers.endpoints, root, first, lambda change: seen.append(("change", change)),
-                        log=tmp_path / "observer.log", on_gap=lambda *of: seen.append(("gap", of)), on_present=present)
+    observer = Observer(own_etcd.endpoints, root, first, lambda change: seen.append(("change", change)),
+                        log=folder / "observer.log", on_gap=lambda *of: seen.append(("gap", of)), on_present=present)
     try:
         wait_until(listed.is_set, what="the keys after the gap")
         after = etcd.put(f"{root}k0001", b"3")
