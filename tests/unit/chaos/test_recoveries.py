@@ -6,7 +6,8 @@ import pytest
 from support.chaos_log import START, Log, Record, of_kind
 
 from chaos_tests.event_log import Kind
-from chaos_tests.validate.judge import judge
+from chaos_tests.validate.faults import SaidWhatItWaitsFor
+from chaos_tests.validate.judge import broken, judge
 
 _TIMES = ("at", "injected_at", "detected_at", "healed_at")
 
@@ -68,3 +69,12 @@ def test_member_that_begins_after_the_recovery_is_none_of_it(late_s: float, foun
     began = next(record for record in records if "trainer-1" in str(record.get("key")))
     began["at"] = float(fault(records, "trainer_rank_killed")["healed_at"]) + late_s
     assert [what for what in violations(records) if what.startswith("I10")] == found
+
+
+@pytest.mark.parametrize(("pause_s", "target", "found"), [
+    (600.0, "one host", True), (130.0, "one host", False), (600.0, "job j in /runs", False)])
+def test_pause_beside_no_fault_is_no_longer_than_a_recovery(pause_s: float, target: str, found: bool) -> None:
+    """On a cluster of its own: steps of a job of others may be as long."""
+    steps = [{"at": at, "kind": Kind.STEP.value, "step": n + 1} for n, at in enumerate((101.0, 102.0, 102.0 + pause_s))]
+    run = {"at": 100.0, "kind": Kind.RUN.value, "target": target}
+    assert bool(broken([run, *steps], [SaidWhatItWaitsFor])) == found
