@@ -3,62 +3,47 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import pytest
 from support.etcd_server import EtcdServers
 from support.waiting import wait_until
 
 from chaos_tests.observation import Observer
-from elastic_rl.etcd.client import EtcdClient, Op
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.client import Op
 
 MANY = 1203
 """More keys than are read at once."""
 
 
-@pytest.fixture
-def own_etcd(tmp_path: Path) -> Iterator[EtcdServers]:
-    """Others read the history of the one that they share from its begin."""
-    servers = EtcdServers(tmp_path / "etcd", 1)
-    try:
-        yield servers.start()
-    finally:
-        servers.close()
-
-
-def test_keys_at_the_end_of_a_gap_are_shown_and_then_what_follows(
-        own_etcd: EtcdServers, keys: Keys, tmp_path: Path) -> None:
-    with EtcdClient(own_etcd.endpoints) as etcd:
-        observe_after_a_gap(own_etcd, etcd, f"{keys.root}gap/", tmp_path)
-
-
-def observe_after_a_gap(own_etcd: EtcdServers, etcd: EtcdClient, root: str, folder: Path) -> None:
-    seen, listed = list[tuple[str, Any]](), threading.Event()
+def test_keys_at_the_end_of_a_gap_are_shown_and_then_what_follows(tmp_path: Path) -> None:
+    """In an etcd of its own: others read the history of the one that they share from its begin."""
+    root, seen, listed = "/gap/", list[tuple[str, Any]](), threading.Event()
 
     def present(found: dict[str, Any]) -> None:
         seen.append(("present", found))
         if "listed" in found:
             listed.set()
 
-    first = etcd.put(f"{root}deleted", b"a")
-    etcd.put(f"{root}long", b"x" * (65 << 10))
-    for begin in range(0, MANY, 100):
-        etcd.txn([], [Op.put(f"{root}k{n:04}", b"1") for n in range(begin, min(MANY, begin + 100))])
-    etcd.delete(f"{root}deleted")
-    last = etcd.put(f"{root}k0000", b"2")
-    etcd.compact(last)
-    observer = Observer(own_etcd.endpoints, root, first, lambda change: seen.append(("change", change)),
-                        log=folder / "observer.log", on_gap=lambda *of: seen.append(("gap", of)), on_present=present)
-    try:
-        wait_until(listed.is_set, what="the keys after the gap")
-        after = etcd.put(f"{root}k0001", b"3")
-        observer.await_revision(after)
-        wait_until(lambda: seen[-1][0] == "change", what="the change")
-    finally:
-        observer.close()
+    with closing(EtcdServers(tmp_path / "etcd", 1)) as servers, servers.start().connect() as etcd:
+        first = etcd.put(f"{root}deleted", b"a")
+        etcd.put(f"{root}long", b"x" * (65 << 10))
+        for begin in range(0, MANY, 100):
+            etcd.txn([], [Op.put(f"{root}k{n:04}", b"1") for n in range(begin, min(MANY, begin + 100))])
+        etcd.delete(f"{root}deleted")
+        last = etcd.put(f"{root}k0000", b"2")
+        etcd.compact(last)
+        observer = Observer(servers.endpoints, root, first, lambda change: seen.append(("change", change)),
+                            log=tmp_path / "observer.log", on_gap=lambda *of: seen.append(("gap", of)),
+                            on_present=present)
+        try:
+            wait_until(listed.is_set, what="the keys after the gap")
+            after = etcd.put(f"{root}k0001", b"3")
+            observer.await_revision(after)
+            wait_until(lambda: seen[-1][0] == "change", what="the change")
+        finally:
+            observer.close()
     assert [kind for kind, _ in seen] == ["gap", *["present"] * (MANY + 2), "change"]
     assert seen[0][1] == (first, last) and seen[-2][1] == {"listed": last}
     shown = {found["key"].removeprefix(root): found for _, found in seen[1:-2]}

@@ -315,9 +315,8 @@ def _of_files(hint: str) -> Iterator[None]:
 def _of_a_log(folder: Path) -> Iterator[None]:
     """The block judges a log. Raises ConfigError where it cannot be judged."""
     try:
-        yield
-    except OSError as e:
-        raise ConfigError(os_error_text(e), hint="check it as a user who may read it") from e
+        with _of_files("check it as a user who may read it"):
+            yield
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
         logging.getLogger(__name__).debug("the log in %s cannot be judged", folder, exc_info=True)
         raise ConfigError(str(e) if isinstance(e, ValueError) else

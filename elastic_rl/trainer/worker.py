@@ -183,14 +183,14 @@ class TrainerWorker(GroupWorker):
         self._read_claims()
         if (discard := self._discard()) is not None:
             return discard
-        must_republish = self.checkpoints.must_republish()  # it looks after a publish in flight, too
-        if self._wanted is not None or (must_republish and not self._offloaded and not self._awaits_parts()):
+        republish_in_s = self._republish_in_s()
+        if self._wanted is not None or not republish_in_s:
             return self._begin_publish(self._wanted or _Wanted())
         if isinstance(self._moving, Offload):
             return self._give_up(self._moving)
         command = self._moving or self.board.next()
         if command is None:
-            return self._idle(self._held_back_s() if must_republish else self.checkpoints.republish_in_s())
+            return self._idle(republish_in_s)
         try:
             self._learn_term()
             earlier = self.gate.admit(command, self.progress, self._staleness_rule())
@@ -232,15 +232,14 @@ class TrainerWorker(GroupWorker):
         self._finish(command, {})
         return Message(Order.IDLE)
 
-    def _awaits_parts(self) -> bool:
-        """Whether parts of a step are accumulated, and others are on their way."""
-        return bool(self.train_step.parts.count) and time.monotonic() - self._part_at < _NEXT_PART_S
-
-    def _held_back_s(self) -> float:
-        """Seconds until parts no longer hold a publish back; inf where something else does."""
-        if self._offloaded or not self.train_step.parts.count:
+    def _republish_in_s(self) -> float:
+        """Seconds until a dropped publish is to be repeated: not while parts of a step are accumulated, and others are
+        on their way. inf where there is none, and while the memory is offloaded."""
+        due_s = self.checkpoints.republish_in_s()  # it looks after a publish in flight, too
+        if self._offloaded:
             return math.inf
-        return max(0.0, self._part_at + _NEXT_PART_S - time.monotonic())
+        parts_s = self._part_at + _NEXT_PART_S - time.monotonic() if self.train_step.parts.count else 0.0
+        return max(due_s, parts_s)
 
     def _begin_publish(self, wanted: _Wanted) -> Message:
         """Takes the numbers of a publish while no other rank waits for this one: etcd may be away for an hour, and a

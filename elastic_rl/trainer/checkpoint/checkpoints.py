@@ -82,7 +82,7 @@ class Checkpoints:
                  incarnation: str, on_dropped: Callable[[], None] = lambda: None,
                  on_restore: Callable[[str, str], None] = lambda phase, detail: None,
                  reference: Reference | None = None) -> None:
-        """``on_dropped`` is called on rank 0, in another thread, when a publish was dropped: see ``must_republish``.
+        """``on_dropped`` is called on rank 0, in another thread, when a publish was dropped: see ``republish_in_s``.
         ``on_restore`` is called on every rank, in another thread, about every second of a restore: a sign of life. Its
         arguments are the phase (restoring, loading, or waiting for etcd or a node) and a detail for people.
         ``reference``: the reference policy, in a run that has one."""
@@ -220,18 +220,15 @@ class Checkpoints:
             self._dropped |= set(dropped)
             self._retry.failed(time.monotonic())
 
-    def must_republish(self) -> bool:
-        """Whether, on rank 0 and between steps, a dropped publish is to be repeated now. Does not wait.
+    def republish_in_s(self) -> float:
+        """Seconds, on rank 0 and between steps, until a dropped publish is to be repeated; inf where there is none.
+        Does not wait.
 
         Raises Fenced, and TrainerFailed when a rank was lost.
         """
         if self._background.poll():
             self._retry.reset()
         self._collect_dropped()
-        return bool(self._dropped) and self._retry.is_due(time.monotonic())
-
-    def republish_in_s(self) -> float:
-        """Seconds until a dropped publish, if there is one, may be repeated; inf where there is none."""
         return self._retry.left_s(time.monotonic()) if self._dropped else math.inf
 
     def finish(self) -> None:

@@ -310,13 +310,10 @@ class TrainerClient(TrainerCalls):
         """A pause after a request that was not answered, in which a group that has formed again is seen. Raises as
         ``require_same_group``."""
         until = time.monotonic() + pause_s
-        while True:
+        while (left_s := until - time.monotonic()) > 0:
             self.require_same_group()
             self._on_wait(f"the {self._role} to answer ({_name_of(error)}, {time.monotonic() - began:.0f} s)")
-            left_s = max(0.0, until - time.monotonic())
             time.sleep(min(_POLL_S, left_s))
-            if left_s <= _POLL_S:
-                return
 
     def _send_shares(self, batch_id: str, batch: Batch, unsent: list[_Piece]) -> None:
         """Sends these pieces, and takes out of ``unsent`` what has arrived, so that another attempt sends only the
